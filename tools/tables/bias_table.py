@@ -12,10 +12,8 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from bias_corrections import CORRECTIONS, corrected
 from bias_given import mixed_objective, with_given
-from bias_lines import line, measured
-from bias_losses import LOSSES
+from bias_losses import CORRECTIONS, LOSSES, corrected
 from bias_turns import CREDITS, with_turns
 from tiny_worlds import (
     EOS,
@@ -203,6 +201,7 @@ OVER_SAMPLES = {
     "`sequence_mean_over_samples`": aggregation.sequence_mean_over_samples,
 }
 SIZE = 4  # samples of a group, where nothing else is said
+EXACT = 1e-12  # an error below it is rounding
 
 
 def sections() -> Iterator[tuple[str, float, list[Comparison]]]:
@@ -371,6 +370,20 @@ def against(objective: Callable, found: dict[str, Signal]) -> list[Comparison]:
 
 
 # -- the table
+
+
+def measured(got: Tensor, wanted: Tensor) -> tuple[float, float, float]:
+    """Scale: the projection on the true gradient, in units of it. Error: the distance from it, likewise. Cosine."""
+    along, length = (got * wanted).sum(), wanted.norm()
+    return float(along / length**2), float((got - wanted).norm() / length), float(along / (length * got.norm()))
+
+
+def line(name: str, figures: list[tuple[float, float, float]]) -> str:
+    """The means of scale, error and cosine, and the worst error and cosine."""
+    scale, error, cosine = zip(*figures, strict=True)
+    means = [sum(values) / len(values) for values in (scale, error, cosine)]
+    errors = ("0" if x < EXACT else f"{x:.2g}" for x in (means[1], max(error)))
+    return f"| {name} | {means[0]:.2f} | {' | '.join(errors)} | {means[2]:.3f} | {min(cosine):.3f} |"
 
 
 def rows(drift: float, comparisons: list[Comparison]) -> list[str]:

@@ -9,7 +9,6 @@ function's knobs, the first line of its docstring, its paragraphs "Use it when:"
 papers that the rest of it cites. All other text of the page is written by hand.
 """
 
-import argparse
 import importlib
 import inspect
 import re
@@ -18,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+
+from page_files import write_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "algorithms" / "catalogue.md"
@@ -99,19 +100,7 @@ def written(page: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page, or say that it is not what would be written."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if the page would change")
-    check = parser.parse_args(argv).check
-    page = PAGE.read_text(encoding="utf-8")
-    wanted = written(page)
-    if check and page != wanted:
-        print("docs/algorithms/catalogue.md: got tables that differ, run python tools/tables/catalogue_page.py")
-        return 1
-    if not check:
-        PAGE.write_text(wanted, encoding="utf-8")
-    return 0
+    return write_pages("catalogue_page", __doc__, lambda: {PAGE: written(PAGE.read_text(encoding="utf-8"))}, argv)
 
 
 if __name__ == "__main__":

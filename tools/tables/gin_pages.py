@@ -7,7 +7,6 @@ A knob is what `knobs_of` lets a gin file bind and the program does not pass its
 the code: the annotation, and the comment beside it or its line under "Args:".
 """
 
-import argparse
 import ast
 import inspect
 import io
@@ -23,6 +22,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 import catalogue_page
+from page_files import write_pages
 
 from grpo_fn.config import parse_gin
 from grpo_fn.config.dump import expand_macros, gin_literal
@@ -224,20 +224,9 @@ def files_page(paths: Sequence[Path]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the pages, or say which are not what would be written."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page would change")
-    check = parser.parse_args(argv).check
     paths = sorted(GIN.rglob("*.gin"))
-    pages = {PAGES / "knobs.md": knobs_page(paths), PAGES / "gin_files.md": files_page(paths)}
-    old = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    for path in old:
-        if check:
-            print(f"{path.name}: got another page than the code gives, run python tools/tables/gin_pages.py")
-        else:
-            path.write_text(pages[path], encoding="utf-8")
-    return int(check and bool(old))
+    pages = {PAGES / "knobs.md": knobs_page, PAGES / "gin_files.md": files_page}
+    return write_pages("gin_pages", __doc__, lambda: {path: page(paths) for path, page in pages.items()}, argv)
 
 
 if __name__ == "__main__":

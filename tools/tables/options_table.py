@@ -9,13 +9,14 @@ it refuses is refused. trl_1_16.json has TRL's options with their defaults, nemo
 keys.
 """
 
-import argparse
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from page_files import write_pages
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "migrating" / "import_options.md"
@@ -245,21 +246,7 @@ HEAD = [
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page, or say that it is not what would be written."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if the page would change")
-    check = parser.parse_args(argv).check
-    text = "\n".join(tables()).rstrip() + "\n"
-    changed = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
-    if changed and check:
-        print(
-            "docs/migrating/import_options.md: got another page than the importer gives, run "
-            "python tools/tables/options_table.py"
-        )
-    elif changed:
-        PAGE.write_text(text, encoding="utf-8")
-    return int(check and changed)
+    return write_pages("options_table", __doc__, lambda: {PAGE: "\n".join(tables()).rstrip() + "\n"}, argv)
 
 
 if __name__ == "__main__":

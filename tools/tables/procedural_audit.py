@@ -66,14 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def audit(kinds: Sequence[str]) -> dict[str, tuple[Findings, list[str]]]:
-    """What was found of every kind, and what of it fails, from one process for each hash seed.
-
-    Args:
-        kinds: names of kinds.
-
-    Returns:
-        (findings of the first process, failures, none where the kind passes), by kind.
-    """
+    """By kind, what its first process found and what fails; there is a process for each hash seed."""
     command = [sys.executable, __file__, "--kinds", *kinds]
     outputs = [
         subprocess.run(

@@ -18,11 +18,7 @@ MARK = re.compile(r"(verdict-[a-p]{12}): N\Z")
 
 @contextmanager
 def quoting_judge() -> Iterator[str]:
-    """Serve until the context is left.
-
-    Yields:
-        The endpoint, up to the version.
-    """
+    """Serve until the context is left; the endpoint, up to the version."""
     server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
@@ -35,14 +31,7 @@ def quoting_judge() -> Iterator[str]:
 
 
 def answer_to(question: str) -> str:
-    """What the judge says.
-
-    Args:
-        question: text of the user's message, of the template in gin/reward/judge.gin.
-
-    Returns:
-        The reply that it holds, and the mark with 0.
-    """
+    """What the judge says to a user's message: the reply that it holds, and the mark with 0."""
     return f"The reply was:\n{FENCED.search(question)[2]}\n{MARK.search(question)[1]}: 0"
 
 

@@ -88,14 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entries(data: Path) -> Iterator[Entry]:
-    """Every campaign of the page.
-
-    Args:
-        data: folder of the data sets.
-
-    Yields:
-        The campaigns, in the order of the page.
-    """
+    """Every campaign of the page."""
     yield from runs(data)
     yield from episodes(data)
     folders = {"arithmetic": (), **{name: (f"data={str(data / name)!r}",) for name in ("gsm8k", "math")}}
@@ -184,14 +177,7 @@ def of_kind(kind: str) -> Entry:
 
 
 def attacked(entry: Entry) -> campaign.Campaign:
-    """What a campaign found.
-
-    Args:
-        entry: the campaign.
-
-    Returns:
-        Its findings.
-    """
+    """What a campaign found."""
     if JUDGE in entry.gin_files:
         with quoting_judge.quoting_judge() as endpoint:
             return attacked_run(entry, [f"JUDGE_ENDPOINT={endpoint!r}"])
@@ -231,15 +217,7 @@ def skipped_line(entry: Entry, why: str) -> str:
 
 
 def table_line(entry: Entry, found: campaign.Campaign) -> str:
-    """A campaign's line of its table.
-
-    Args:
-        entry: the campaign.
-        found: what it found.
-
-    Returns:
-        A line of Markdown.
-    """
+    """A campaign's line of its table."""
     best = found.found[0]
     everything = len({round(one.score, 6) for one in found.found}) == 1
     attack, text = ("any", "") if everything else (best.which.attack, campaign.shown_text(best.text, LONGEST))
@@ -248,18 +226,7 @@ def table_line(entry: Entry, found: campaign.Campaign) -> str:
 
 
 def with_tables(page: str, lines: dict[str, list[str]]) -> str:
-    """The page with these tables.
-
-    Args:
-        page: its text.
-        lines: of each table, by group.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: for a table that the page has no place for.
-    """
+    """The page with these lines, by group. Raises ValueError for a table that the page has no place for."""
     places = [found[1] for found in TABLE.finditer(page)]
     if sorted(places) != sorted(lines):
         raise ValueError(f"{PAGE}: got places for {', '.join(places)}, wanted them for {', '.join(lines)}")
