@@ -80,7 +80,7 @@ def rule_name(rule: Rule) -> str:
     return rule_name(rule.func) if isinstance(rule, partial) else getattr(rule, "__name__", type(rule).__name__)
 
 
-# A history, as rules read it -----------------------------------------------------------------------------------------
+# A history, as rules read it ------------------------------------------------------------------------------------------
 
 
 def is_finite_number(value: float | None) -> bool:
@@ -113,32 +113,6 @@ def means_at_ends(history: History, name: str, window: int) -> tuple[float, floa
     return (stable_mean(values[:window]), stable_mean(values[-window:])) if len(values) >= 2 * window else None
 
 
-def limit_exceeded(history: History, name: str, limit: float) -> str | None:
-    """What a metric is where its newest value > limit; None elsewhere. Raises ValueError for a bad limit."""
-    check_above_zero("limit", limit)
-    value = newest_value(history, name)
-    return None if value is None or value <= limit else f"{name} is {value:.3g}{at(history)}, above {limit:g}"
-
-
-def share_lasted(history: History, name: str, share: float, steps: int) -> str | None:
-    """What a metric was where it is >= share in all of the last steps, or None. Raises ValueError for bad knobs."""
-    check_share(share)
-    low = min(last(history, name, steps), default=-math.inf)
-    return None if low < share else f"{name} was at least {low:.2f} for {steps} steps{at(history)}"
-
-
-def fell_below_share(history: History, name: str, share: float, window: int) -> str | None:
-    """How a metric fell where its mean over the newest window < share * that over the first; None elsewhere.
-
-    Nor where it began below 0. Raises ValueError for bad knobs.
-    """
-    check_share(share)
-    ends = means_at_ends(history, name, window)
-    if ends is None or ends[0] < 0 or ends[1] >= share * ends[0]:
-        return None
-    return f"{name} fell from {ends[0]:.3g} to {ends[1]:.3g}{at(history)}, below {share:g} of its start"
-
-
 def stable_mean(values: Sequence[float]) -> float:
     """The mean; values that only differ in rounding do not move it out of their range."""
     return min(max(values), max(min(values), math.fsum(value / len(values) for value in values)))
@@ -162,12 +136,6 @@ def check_share(value: float) -> None:
         raise ValueError(f"share: got {value}, wanted more than 0 and at most 1")
 
 
-def check_at_least_two(name: str, value: int) -> None:
-    """Raise ValueError unless the knob counts two or more."""
-    if value < 2:
-        raise ValueError(f"{name}: got {value}, wanted at least 2")
-
-
 def check_window(name: str, value: int) -> None:
     """Raise ValueError unless the knob counts lines that are remembered."""
     if not 1 <= value <= FIRST:
@@ -187,13 +155,16 @@ def kl_high(history: History, *, limit: float) -> str | None:
     Returns:
         What was seen and what to do about it; None where the rule is not met.
     """
-    from_reference = limit_exceeded(history, "loss/kl", limit)
-    seen = from_reference or limit_exceeded(history, "loss/kl_start", limit)
-    origin = "the reference" if from_reference else "the start model"
-    return seen and (
-        f"{seen}: the policy has moved far from {origin}, where the reward may be all that it still gets right. Read "
-        "samples; lower optimizer.adamw.lr or raise objective.policy_objective.beta"
-    )
+    check_above_zero("limit", limit)
+    for start, origin in (("", "the reference"), ("_start", "the start model")):
+        value = newest_value(history, f"loss/kl{start}")
+        if value is not None and value > limit:
+            return (
+                f"loss/kl{start} is {value:.3g}{at(history)}, above {limit:g}: the policy has moved far from {origin}, "
+                "where the reward may be all that it still gets right. Read samples; lower optimizer.adamw.lr or raise "
+                "objective.policy_objective.beta"
+            )
+    return None
 
 
 def grad_norm_high(history: History, *, limit: float) -> str | None:
@@ -206,9 +177,12 @@ def grad_norm_high(history: History, *, limit: float) -> str | None:
     Returns:
         What was seen and what to do about it; None where the rule is not met.
     """
-    seen = limit_exceeded(history, "loss/grad_norm", limit)
-    return seen and (
-        f"{seen}: a few samples or tokens drive the step. Look at "
+    check_above_zero("limit", limit)
+    value = newest_value(history, "loss/grad_norm")
+    if value is None or value <= limit:
+        return None
+    return (
+        f"loss/grad_norm is {value:.3g}{at(history)}, above {limit:g}: a few samples or tokens drive the step. Look at "
         "advantage/max and loss/ratio_max: for large advantages raise step.Algorithm.group_size, for large ratios "
         "lower step.Algorithm.epochs or optimizer.adamw.lr; sections.PolicyUpdate.max_grad_norm bounds the step "
         "meanwhile"
@@ -225,9 +199,12 @@ def logprob_diff_high(history: History, *, limit: float) -> str | None:
     Returns:
         What was seen and what to do about it; None where the rule is not met.
     """
-    seen = limit_exceeded(history, "loss/logprob_diff_mean", limit)
-    return seen and (
-        f"{seen}: trainer and sampler give the same "
+    check_above_zero("limit", limit)
+    value = newest_value(history, "loss/logprob_diff_mean")
+    if value is None or value <= limit:
+        return None
+    return (
+        f"loss/logprob_diff_mean is {value:.3g}{at(history)}, above {limit:g}: trainer and sampler give the same "
         "tokens other log-probs, so the gradient is that of another policy. Check that the sampler got the weights, "
         "and sections.Compute.dtype; or correct for it: step.Algorithm.old_logp = @step.from_trainer and "
         "objective.policy_objective.importance_correction = @importance.truncated_weight"
@@ -286,15 +263,16 @@ def few_groups_with_signal(history: History, *, share: float, steps: int) -> str
     Returns:
         What was seen and what to do about it; None where the rule is not met.
     """
-    seen = share_lasted(history, "advantage/zero_variance_groups", share, steps)
-    if seen is None or newest_value(history, "reward/invalid") == 1:  # `invalid_high` says why
+    check_share(share)
+    values = last(history, "advantage/zero_variance_groups", steps)
+    if not values or min(values) < share or newest_value(history, "reward/invalid") == 1:  # `invalid_high` says why
         return None
     solved = newest_value(history, "reward/correct_rate")
     side = "" if solved is None else f" (reward/correct_rate {solved:.2f}: too {'easy' if solved > 0.5 else 'hard'})"
     return (
-        f"{seen}: so many groups have only equal rewards and teach nothing{side}. Choose other problems "
-        "(sections.Data.task), raise step.Algorithm.group_size or sections.Sampling.temperature, or sample until there "
-        "is signal (algo/dapo.gin)"
+        f"advantage/zero_variance_groups was at least {min(values):.2f} for {steps} steps{at(history)}: so many "
+        f"groups have only equal rewards and teach nothing{side}. Choose other problems (sections.Data.task), raise "
+        "step.Algorithm.group_size or sections.Sampling.temperature, or sample until there is signal (algo/dapo.gin)"
     )
 
 
@@ -309,12 +287,15 @@ def invalid_high(history: History, *, share: float, steps: int) -> str | None:
     Returns:
         What was seen and what to do about it; None where the rule is not met.
     """
-    seen = share_lasted(history, "reward/invalid", share, steps)
+    check_share(share)
+    values = last(history, "reward/invalid", steps)
+    if not values or min(values) < share:
+        return None
     counts = {kind: newest_value(history, f"reward/{kind}") or 0.0 for kind in LOST_TO}
     lost = [f"{kind} {count:.0f}" for kind, count in counts.items() if count]
     shown = ", ".join(lost) or "none was lost: it said None"
-    return seen and (
-        f"{seen}: so many rows have no reward "
+    return (
+        f"reward/invalid was at least {min(values):.2f} for {steps} steps{at(history)}: so many rows have no reward "
         f"and teach nothing ({shown}). log.txt has the first of each kind with its reason: mend the reward, or raise "
         "reward_pool.RewardPool.timeout_per_completion or reward_pool.RewardPool.memory_mb"
     )
@@ -331,9 +312,12 @@ def truncated_high(history: History, *, share: float, steps: int) -> str | None:
     Returns:
         What was seen and what to do about it; None where the rule is not met.
     """
-    seen = share_lasted(history, "generation/truncated", share, steps)
-    return seen and (
-        f"{seen}: so many answers ran into "
+    check_share(share)
+    values = last(history, "generation/truncated", steps)
+    if not values or min(values) < share:
+        return None
+    return (
+        f"generation/truncated was at least {min(values):.2f} for {steps} steps{at(history)}: so many answers ran into "
         "the limit, most of them before they came to a result, and lose their reward for it. Raise "
         "sections.Sampling.max_new_tokens, or reward shorter answers (docs/algorithms/catalogue.md)"
     )
@@ -377,9 +361,12 @@ def entropy_collapsed(history: History, *, share: float, window: int) -> str | N
     Returns:
         What was seen and what to do about it; None where the rule is not met.
     """
-    seen = fell_below_share(history, "loss/entropy", share, window)
-    return seen and (
-        f"{seen}: samples of "
+    check_share(share)
+    ends = means_at_ends(history, "loss/entropy", window)
+    if ends is None or ends[0] < 0 or ends[1] >= share * ends[0]:
+        return None
+    return (
+        f"loss/entropy fell from {ends[0]:.3g} to {ends[1]:.3g}{at(history)}, below {share:g} of its start: samples of "
         f"a group become alike and there is nothing left to compare. {SLOWER.capitalize()}, raise the loss's clip_high "
         "or objective.policy_objective.entropy_bonus, or sections.Sampling.temperature"
     )

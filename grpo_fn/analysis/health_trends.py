@@ -11,12 +11,11 @@ from grpo_fn.analysis.health import (
     History,
     at,
     check_above_zero,
-    check_at_least_two,
     check_share,
     check_window,
-    fell_below_share,
     finite_series,
     last,
+    means_at_ends,
     newest_value,
     stable_mean,
 )
@@ -33,10 +32,14 @@ def reward_flat(history: History, *, steps: int, rise: float, solved: float) -> 
 
     Returns:
         What was seen and what to do about it; None where the rule is not met.
+
+    Raises:
+        ValueError: for knobs that cannot work.
     """
     check_above_zero("rise", rise)
     check_share(solved)
-    check_at_least_two("steps", steps)
+    if steps < 2:
+        raise ValueError(f"steps: got {steps}, wanted at least 2")
     values = last(history, "reward/mean", steps)
     if not values:
         return None
@@ -90,13 +93,17 @@ def generation_slow(history: History, *, share: float, window: int) -> str | Non
     Returns:
         What was seen and what to do about it; None where the rule is not met.
     """
-    seen = fell_below_share(history, "generation/tokens_per_second", share, window)
+    check_share(share)
+    ends = means_at_ends(history, "generation/tokens_per_second", window)
+    if ends is None or ends[1] >= share * ends[0]:
+        return None
     length, truncated = (newest_value(history, f"generation/{name}") for name in ("length_max", "truncated"))
-    more = "" if length is None else f"; longest answer {length:.0f} tokens"
-    more += "" if truncated is None else f", {truncated:.0%} truncated"
-    return seen and (
-        f"{seen}{more}: a few long answers keep the batch waiting, or something else uses the machine. Bound the "
-        "length (sections.Sampling.max_new_tokens), sample more rows at once (sections.Sampling.max_rows), and look at "
+    seen = "" if length is None else f"; longest answer {length:.0f} tokens"
+    seen += "" if truncated is None else f", {truncated:.0%} truncated"
+    return (
+        f"generation/tokens_per_second fell from {ends[0]:.3g} to {ends[1]:.3g}{at(history)}, below {share:g} of its "
+        f"start{seen}: a few long answers keep the batch waiting, or something else uses the machine. Bound the length "
+        "(sections.Sampling.max_new_tokens), sample more rows at once (sections.Sampling.max_rows), and look at "
         "system/memory_gb and the profile (sections.Logging.profile_steps)"
     )
 
@@ -111,9 +118,13 @@ def loss_spike(history: History, *, times: float, window: int) -> str | None:
 
     Returns:
         What was seen and what to do about it; None where the rule is not met.
+
+    Raises:
+        ValueError: for knobs that cannot work.
     """
     check_above_zero("times", times)
-    check_at_least_two("window", window)
+    if window < 2:
+        raise ValueError(f"window: got {window}, wanted at least 2")
     now, before = newest_value(history, "loss/objective"), last(history[:-1], "loss/objective", window)
     if now is None or not before:
         return None
