@@ -2,7 +2,7 @@
 
 core < algo, rewards < environments, tasks < analysis are pure; shell is stateful and knows neither algo nor analysis,
 but for the warm start of its tiny models, which takes steps of the supervised stage; trainer puts both together; train,
-and the commands run, eval, serve, score, redteam, replay and doctor, come last. Nothing imports testing or a command,
+and the commands run, eval, score, redteam, replay and doctor, come last. Nothing imports testing or a command,
 but redteam has the rewards of score.
 """
 
@@ -37,7 +37,6 @@ MAY_IMPORT = {
     "shell.policy": SCIENCE | BASE | {"shell.model"},
     "shell.episodes": SCIENCE | BASE | {"shell.model"},
     "shell.sampler": SCIENCE | BASE | {"shell.model", "shell.policy", "shell.episodes"},
-    "shell.serving": SCIENCE | BASE | {"shell.model", "shell.sampler"},
     "shell.vllm": SCIENCE | BASE | {"shell.model", "shell.policy", "shell.sampler", "shell.episodes"},
     "shell.environments": SCIENCE | {"shell.episodes.answers"},
     "shell.reward_workers": SCIENCE | BASE | {"shell.sampler", "shell.episodes"},
@@ -49,7 +48,6 @@ MAY_IMPORT = {
     "command_line": {"core.checks", "core.display_text"},
     "run": {"command_line", "config", "train"},
     "eval": {"command_line", *PURE, "shell", "trainer", "config"},
-    "serve": {"command_line", *PURE, "shell", "trainer", "config"},
     "score": {"command_line", "core", "shell", "trainer", "config"},
     "redteam": {"command_line", *PURE, "score", "shell", "trainer", "config"},
     "replay": {"command_line", *PURE, "shell", "trainer", "config", "train"},
@@ -102,11 +100,6 @@ NO_TORCH = {
     "run",
     "score",
     "eval.__main__",
-    "serve.__main__",
-    "serve.lm_eval_cli",
-    "serve.request_body",
-    "serve.response_body",
-    "shell.serving.http_endpoint",
     "redteam.__main__",
     "replay.__main__",
     "doctor",

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +12,6 @@ from docs.launchers import agent_arguments, checks, found, ranks, server, submit
 from docs.pages import ROOT, pipelines
 
 from docs import desk, doing
-from grpo_fn.serve import lm_eval_cli
-from grpo_fn.serve.__main__ import flags as serve_command
 
 # Flags that make a tool small, after the page's, which they win over. No tool is without a line.
 TOOLS = {
@@ -246,23 +243,6 @@ def as_the_shell(argv: Sequence[str], place: Place, site: Site) -> None:
     assert done.returncode == 0, argv
 
 
-def flags_of(parser: Callable[[], ArgumentParser]) -> Callable:
-    """A module that goes on until a signal comes: its own parser reads the flags. tests/serve runs it."""
-
-    def rule(argv: Sequence[str], place: Place, site: Site) -> None:
-        if argv[2:]:
-            parser().parse_args(argv[2:])
-
-    return rule
-
-
-def lm_eval_command(argv: Sequence[str], place: Place, site: Site) -> None:
-    """lm-eval's own flags, but for our model's name and arguments. tests/serve/test_lm_eval.py runs it."""
-    named = dict(pairwise(argv))
-    assert named["--model"] == lm_eval_cli.MODEL
-    assert named["--model_args"].partition("=")[0] == "model"
-
-
 def small_run(argv: list[str], place: Place) -> list[str]:
     """As small as the desk's."""
     return desk.small_run(argv, place.things)
@@ -271,8 +251,6 @@ def small_run(argv: list[str], place: Place) -> list[str]:
 MODULES = {
     "grpo_fn.run": ours(small_run),
     "grpo_fn.eval": ours(small_eval),
-    "grpo_fn.serve": flags_of(serve_command),
-    "grpo_fn.serve.lm_eval_cli": lm_eval_command,
     "grpo_fn.score": ours(one_worker),
     "grpo_fn.redteam": ours(few_problems),
     "grpo_fn.replay": ours(as_it_is),

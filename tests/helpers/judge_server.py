@@ -59,6 +59,7 @@ class JudgeServer:
 
     url: str
     questions: list[str] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     under_way: int = 0
     most_under_way: int = 0
@@ -96,6 +97,7 @@ def judge_server(script: Script, *, models: tuple[str, ...] = ("judge-1",)) -> I
             with up.lock:
                 before = up.questions.count(question)
                 up.questions.append(question)
+                up.bodies.append(sent)
                 up.headers.append({name.lower(): value for name, value in self.headers.items()})
                 up.under_way += 1
                 up.most_under_way = max(up.most_under_way, up.under_way)

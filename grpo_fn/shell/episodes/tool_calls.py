@@ -22,7 +22,6 @@ class ReadTurn(NamedTuple):
 
 
 ReadCalls = Callable[[str], ReadTurn]
-ReadValue = Callable[[str, str, str], PlainData]  # tool, parameter, what is written for it
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _XML = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
@@ -53,12 +52,7 @@ def qwen_xml(text: str) -> ReadTurn:
     Returns:
         The text around the calls, the calls in order, and what is malformed.
     """
-    return xml_calls(text, lambda tool, parameter, written: json_or_text(written))
-
-
-def xml_calls(text: str, read_value: ReadValue) -> ReadTurn:
-    """Calls as `qwen_xml` reads them, with values as `read_value` reads them."""
-    return _between_marks(text, partial(_xml_call, read_value=read_value))
+    return _between_marks(text, _xml_call)
 
 
 def llama_json(text: str) -> ReadTurn:
@@ -89,19 +83,18 @@ def _between_marks(text: str, read: Callable[[str], ToolCall | str]) -> ReadTurn
     return ReadTurn(_HERMES.sub("", text).strip(), tuple(calls), wrong)
 
 
-def _xml_call(body: str, *, read_value: ReadValue) -> ToolCall | str:
+def _xml_call(body: str) -> ToolCall | str:
     """The call, or what is wrong with it."""
     function = _XML.fullmatch(body)
     if function is None:
         return "got a tool call without a function, wanted <function=name>...</function> alone"
     if rest := _PARAMETER.sub("", function[2]).strip():
         return f"got {rest[:40]!r} in the call of {function[1]}, wanted <parameter=name>value</parameter> alone"
-    tool, written = function[1].strip(), {name.strip(): text for name, text in _PARAMETER.findall(function[2])}
-    return ToolCall(tool, {name: read_value(tool, name, text) for name, text in written.items()})
+    arguments = {name.strip(): _json_or_text(text) for name, text in _PARAMETER.findall(function[2])}
+    return ToolCall(function[1].strip(), arguments)
 
 
-def json_or_text(text: str) -> PlainData:
-    """What a text says where it is JSON, else the text."""
+def _json_or_text(text: str) -> PlainData:
     try:
         return json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):

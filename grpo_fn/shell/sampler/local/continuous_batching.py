@@ -95,11 +95,10 @@ class ContinuousBatching:
         self.group = len(u) // len(prompts)
         self.out, self.waiting = empty_rows(u, pad), 0  # rows before `waiting` have had a slot
         self.shelf: Shelf | None = None
+        self.most = min(slots, len(u))  # rows at once
         size = len(ends.stops.suspect)
         marks = Marks(token_table(ends.ids, size, u.device), ends.stops.suspect.to(u.device))
-        need = self.capacity_for(slots)
-        self.most = need.rows  # at once
-        engine.ready(need, marks)
+        engine.ready(Need(self.most, u.shape[1], min(len(prompts), self.most + 1), max(map(len, prompts))), marks)
         # What the host knows: of every slot, whether a row is in it, whether that waits for an environment, which it
         # is, its prompt's slot, tokens drawn when it was last looked at, lengths; of every prompt's slot, how many rows
         # have not ended.
@@ -111,11 +110,6 @@ class ContinuousBatching:
         self.steps = 0  # taken in this call
         self.owed = torch.zeros(engine.prompts.count, dtype=torch.long)
         self.shape: DecodeShape | None = None  # None when rows have come, gone or moved
-
-    def capacity_for(self, slots: int) -> Need:
-        """The capacity of this call, for at most `slots` rows at once."""
-        most = min(slots, len(self.u))
-        return Need(most, self.u.shape[1], min(len(self.prompts), most + 1), max(map(len, self.prompts)))
 
     def run(self) -> DecodedRows:
         """Until all rows have ended."""
@@ -225,14 +219,10 @@ class ContinuousBatching:
         many = self.gather_prompts(min(sizes.rows(int((self.owed > 0).sum())), prompts.count))
         home, there = self.home[:rows], self.active[:rows]
         # Where shapes are captured, groups of all sizes are one shape.
-        wide = int(torch.bincount(home[there]).max()) if sizes.steps == 1 else self.most_of_a_prompt()
+        wide = int(torch.bincount(home[there]).max()) if sizes.steps == 1 else min(self.group, self.most)
         reach = min(sizes.columns(int(self.start[self.active].max())), prompts.columns)
         self.lanes = row_slots(home, there, many, wide)
         return DecodeShape(rows, 0, many, reach, wide)
-
-    def most_of_a_prompt(self) -> int:
-        """Rows that one prompt may have in slots at once."""
-        return min(self.group, self.most)
 
     def gather_rows(self, rows: int) -> int:
         """Rows that decode move into the first so many slots; one that waits in their place takes theirs."""
