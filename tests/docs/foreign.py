@@ -14,7 +14,10 @@ from packaging.specifiers import SpecifierSet
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-PLUGINS = {"torch-tb-profiler": "a tab of TensorBoard's, which nothing of ours imports"}
+PLUGINS = {
+    "torch-tb-profiler": "a tab of TensorBoard's, which nothing of ours imports",
+    "lm_eval": "reads model folders, from an environment of its own",
+}
 PIP_FLAGS = ("--no-deps", "--require-hashes", "--no-build-isolation", "--no-compile", "--disable-pip-version-check")
 
 
@@ -111,6 +114,12 @@ def trackio(argv: Sequence[str], place: Place, site: Site) -> None:
     assert f'tracker.trackio.destination = "{argv[3]}:offline"' in (ROOT / "gin/logging.gin").read_text(), argv
 
 
+def model_folder(argv: Sequence[str], place: Place, site: Site) -> None:
+    """The one folder that it is to open holds a model."""
+    (folder,) = re.findall(r"(?:^|pretrained=)([^\s,=]*/model)(?:,|$)", "\n".join(argv), re.MULTILINE)
+    assert (place.folder / folder / "config.json").is_file(), argv
+
+
 def touch(argv: Sequence[str], place: Place, site: Site) -> None:
     """make's mark that an environment is ready, which was not made here."""
     assert argv[-1] in (".venv/ready", ".venv-vllm/ready"), argv
@@ -133,4 +142,7 @@ FOREIGN = {
     "touch": (touch, "marks what make would have made"),
     "wandb": (wandb, "would send, to an account"),
     "trackio": (trackio, "would open a page and stay"),
+    "transformers": (model_folder, "would serve, and stay"),
+    "vllm": (model_folder, "the same"),
+    "lm_eval": (model_folder, "is in an environment of its own"),
 }

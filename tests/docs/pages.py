@@ -22,6 +22,8 @@ OTHERS += (
     "wandb",
     "trackio",
     "vllm",
+    "transformers",
+    "lm_eval",
     "hf",
     "huggingface-cli",
     "accelerate",

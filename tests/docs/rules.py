@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from docs.doing import PATIENCE, Place, Site, begun, forked, well
-from docs.foreign import FOREIGN, pip, venv
+from docs.foreign import FOREIGN, model_folder, pip, venv
 from docs.launchers import agent_arguments, checks, found, ranks, server, submitted
 from docs.pages import ROOT, pipelines
 
@@ -256,6 +256,7 @@ MODULES = {
     "grpo_fn.replay": ours(as_it_is),
     "grpo_fn.doctor": ours(as_it_is, (0, 1, 2)),  # what it finds is the machine's affair
     "pytest": pytest_module,
+    "vllm.entrypoints.launchers.api_server.entry": model_folder,
     "pip": lambda argv, place, site: pip(argv[1:], place, site),
 }
 RULES: dict[str, Callable[[Sequence[str], Place, Site], None]] = {
