@@ -20,6 +20,13 @@ def test_the_python_of_a_page_runs_from_its_first_block_to_its_last(page: str, c
     exec("\n".join(blocks), {"__name__": page})
 
 
+def test_the_step_of_the_readme_is_the_step_of_the_program() -> None:
+    (excerpt,) = re.findall(r"^```py\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    program = iter((ROOT / "grpo_fn" / "algo" / "step.py").read_text().splitlines())
+    absent = [line for line in excerpt.splitlines() if line.strip() != "..." and line not in program]
+    assert not absent  # `in` on an iterator also holds the order
+
+
 def test_the_notebook_runs_and_prints_what_it_shows() -> None:
     """In a process of its own: here the types of arguments are checked before the functions see them."""
     path = ROOT / "docs" / "concepts" / "library.ipynb"
