@@ -69,7 +69,7 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
         *replace(checked.plan, ranks=ranks, arrangement=shape, memory=memory).lines(),
         *unknown,
         *engine,
-        *step_lines(step, traffic(step, weights, settings.parallelism, on_host=ranks // hosts)),
+        *step_estimate_lines(step, traffic(step, weights, settings.parallelism, on_host=ranks // hosts)),
         *(decoding_notes(checked.config, settings.lora, device) if local else []),
         *blocks.notes,
         *precision_notes(checked.dtype, device),
@@ -274,7 +274,7 @@ def traffic(step: DeviceStep, weights: Sequence[Weight], how: Parallelism, *, on
     return [one for one in found if one.bytes]
 
 
-def step_lines(step: DeviceStep, received: Sequence[Traffic]) -> list[str]:
+def step_estimate_lines(step: DeviceStep, received: Sequence[Traffic]) -> list[str]:
     """Bytes and seconds of a step, and what they are of."""
     seconds = {
         "sampling": sampling_seconds(step),
