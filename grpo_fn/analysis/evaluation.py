@@ -16,8 +16,8 @@ from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem, RewardFn, Scorer, Turn, transcript, verdict_name
 from grpo_fn.core.types import Sampler
 from grpo_fn.rewards.combine import completions_of, part_names
-from grpo_fn.rewards.math.extract import LONGEST_ANSWER, marked_answer
-from grpo_fn.rewards.math.spelling import plain_answer
+from grpo_fn.verifier.extract import LONGEST_ANSWER, marked_answer
+from grpo_fn.verifier.spelling import plain_answer
 
 # The answer that a completion marks, spelt one way; None where it marks none.
 AnswerExtractor = Callable[[str], str | None]

@@ -1,6 +1,6 @@
 """Does the program work? It is taken from the completion, run against the problem's tests by `run`, and judged.
 
-`run` is the shell's sandbox with its knobs (`shell/sandbox.run_program`); nothing is executed here. A problem brings
+`run` is the shell's sandbox with its knobs (`sandbox.run_program`); nothing is executed here. A problem brings
 `meta["tests"]`, asserts, and may bring `meta["setup"]`, code between the program and them; its answer is a reference
 program, or empty.
 

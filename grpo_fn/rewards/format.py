@@ -92,7 +92,7 @@ def last_box(text: str) -> str | None:
     Returns:
         The text between the braces, as it is; None without a closed last box.
     """
-    opening = last_match(_OPENING, text)
+    opening = next(iter(deque(_OPENING.finditer(text), maxlen=1)), None)
     if opening is None:
         return None
     depth = 1
@@ -101,19 +101,6 @@ def last_box(text: str) -> str | None:
         if depth == 0:
             return text[opening.end() : brace.start()]
     return None
-
-
-def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The last of all matches in the text that do not overlap.
-
-    Args:
-        pattern: a compiled regular expression.
-        text: the text that is searched.
-
-    Returns:
-        The last match; None where there is none.
-    """
-    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
 
 
 def _well_tagged(text: str, truncated: bool, tags: Sequence[str]) -> float:

@@ -36,14 +36,14 @@ class RewardSpec(NamedTuple):
 GOLD = "the gold answer cannot be parsed"
 TESTS = "no program can pass these tests"
 SANDBOX = (
-    "run=@grpo_fn.shell.sandbox.run_program",
+    "run=@grpo_fn.sandbox.run_program",
     "run.wall_seconds=10.0",
     "run.cpu_seconds=10",
     "run.memory_mb=512",
     "run.processes=8",
     "run.file_mb=16",
     "run.output_kb=1024",
-    "run.isolation=@grpo_fn.shell.sandbox.strongest_isolation",
+    "run.isolation=@grpo_fn.sandbox.strongest_isolation",
 )
 NAMES = {
     "math": RewardSpec("grpo_fn.rewards.math.correct", ("answer",), GOLD, 5.0, ()),

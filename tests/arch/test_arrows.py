@@ -1,6 +1,6 @@
 """Imports between packages: each package of grpo_fn has a list of those that it may import, and pure ones stay pure.
 
-core < algo, rewards < environments, tasks < analysis are pure; shell is stateful and knows neither algo nor analysis,
+core < algo, rewards < environments, tasks < analysis are pure; verifier imports nothing of ours, sandbox core alone; shell is stateful and knows neither algo nor analysis,
 but for the warm start of its tiny models, which takes steps of the supervised stage; trainer puts both together; train,
 and the commands run, eval, score, redteam, replay and doctor, come last. Nothing imports testing or a command,
 but redteam has the rewards of score.
@@ -14,8 +14,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "grpo_fn"
 
-PURE = {"core", "algo", "rewards", "environments", "tasks", "analysis"}
-SCIENCE = {"core", "rewards", "environments", "tasks"}  # what the shell may know
+PURE = {"core", "verifier", "algo", "rewards", "environments", "tasks", "analysis"}
+SCIENCE = {"core", "verifier", "rewards", "environments", "tasks"}  # what the shell may know
 BASE = {
     "shell.world",
     "shell.process",
@@ -26,10 +26,12 @@ BASE = {
 MAY_IMPORT = {
     "core": set(),
     "algo": {"core"},
-    "rewards": {"core"},
+    "verifier": set(),
+    "sandbox": {"core"},
+    "rewards": {"core", "verifier"},
     "environments": {"core", "rewards"},
     "tasks": {"core", "rewards"},
-    "analysis": {"core", "algo", "rewards"},
+    "analysis": {"core", "verifier", "algo", "rewards"},
     "config": set(),
     **dict.fromkeys(BASE, SCIENCE | BASE),
     "shell.warm_start": SCIENCE | BASE | {"algo", "shell.model", "shell.policy"},
@@ -42,8 +44,7 @@ MAY_IMPORT = {
     "shell.reward_workers": SCIENCE | BASE | {"shell.sampler", "shell.episodes"},
     "shell.checkpoint": SCIENCE | BASE,
     "shell.logging": SCIENCE | BASE | {"shell.model"},
-    "shell.sandbox": {"core"},
-    "trainer": {*PURE, "shell", "config"},
+    "trainer": {*PURE, "sandbox", "shell", "config"},
     "train": {*PURE, "shell", "trainer"},
     "command_line": {"core.checks", "core.display_text"},
     "run": {"command_line", "config", "train"},
@@ -206,9 +207,9 @@ def test_the_package_itself_imports_nothing() -> None:
             "shell.policy.fsdp:1: shell.policy imports grpo_fn.shell.v",
         ),
         (
-            "shell.sandbox.pipe",
+            "sandbox.pipe",
             "import grpo_fn.shell.world",
-            "shell.sandbox.pipe:1: shell.sandbox imports grpo_fn.shell.",
+            "sandbox.pipe:1: sandbox imports grpo_fn.shell.",
         ),
         ("run", "from grpo_fn.shell.logging import console", "run:1: run imports grpo_fn.shell.logging.console"),
         ("algo.metrics", "import os.path", "algo.metrics:1: algo is pure and imports os.path"),

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from docs import desk, foreign, rules
-from grpo_fn.shell import sandbox
+from grpo_fn import sandbox
 
 ALL = [each for page in pages() for each in commands(page)]
 FIRST = {each.text: each for each in reversed(ALL)}  # a line that stands on several pages is done once

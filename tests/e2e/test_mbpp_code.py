@@ -7,9 +7,9 @@ import pytest
 from e2e.running import AtPhase, finish, metrics, outcome
 from published import published
 
+from grpo_fn import sandbox
 from grpo_fn.config import load_config
 from grpo_fn.core.problem import Completion
-from grpo_fn.shell import sandbox
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.model import tiny_model
 

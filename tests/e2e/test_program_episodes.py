@@ -8,8 +8,8 @@ from e2e.running import finish, metrics
 from e2e.test_mbpp_code import SHORT
 from published import published
 
+from grpo_fn import sandbox
 from grpo_fn.config import load_config
-from grpo_fn.shell import sandbox
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.model import tiny_model
 

@@ -20,8 +20,8 @@ from e2e.running import TESTS, finish, metrics
 from launch.launching import Started, environment, program, run
 from published import published
 
+from grpo_fn import sandbox
 from grpo_fn.config import load_config
-from grpo_fn.shell import sandbox
 from grpo_fn.shell.checkpoint.run_dir import write_config
 from grpo_fn.shell.logging import rollout_store
 

@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given
 from profiles import profile
 
-from grpo_fn import testing
+from grpo_fn import sandbox, testing
 from grpo_fn.core.environment import Message, ToolCall
 from grpo_fn.core.problem import Problem, Ran
 from grpo_fn.environments import python_tool, retry_program, tool_use
 from grpo_fn.environments.script import play_script
 from grpo_fn.rewards import math
-from grpo_fn.shell import sandbox
 
 KNOBS = {"wall_seconds": 20.0, "cpu_seconds": 1, "memory_mb": 256, "processes": 8, "file_mb": 8, "output_kb": 64}
 LIMITED = next(name for name, amiss in sandbox.available().items() if not amiss)

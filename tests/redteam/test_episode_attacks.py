@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_fn import sandbox
 from grpo_fn.analysis.attacks import ATTACKS
 from grpo_fn.core.environment import Environment, Message, Start, Step
 from grpo_fn.core.problem import Problem
@@ -14,7 +15,6 @@ from grpo_fn.environments import calculator, guess, retry_program, tool_use
 from grpo_fn.redteam.episode_attacks import EPISODE_ATTACKS, Seen
 from grpo_fn.redteam.targets import play_scripts
 from grpo_fn.rewards.math import correct
-from grpo_fn.shell import sandbox
 from grpo_fn.shell.episodes import tool_calls
 from grpo_fn.shell.episodes.answers import EnvironmentCall, decode_answer
 from grpo_fn.shell.episodes.episode_rows import as_observation

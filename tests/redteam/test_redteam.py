@@ -69,7 +69,7 @@ def test_one_part_that_dominates_is_found_out():
         ({"problems": 1}, "got 1 held-out problems and 20 pulls"),
         ({"pulls": -1}, "got 8 held-out problems and -1 pulls"),
         ({"task": "arithmetics"}, "wanted arithmetic"),
-        ({"task": "grpo_fn.rewards.math.find_boxes"}, "text"),
+        ({"task": "grpo_fn.verifier.find_boxes"}, "text"),
         ({"task": "gsm8k"}, "wanted --task_param data=VALUE"),
         ({"task_knobs": ["max_values=3"]}, "max_values"),
         ({"rewards": ["math", "lenient"], "reward_knobs": ["tolerance=1"]}, "wanted a knob of one of the rewards"),

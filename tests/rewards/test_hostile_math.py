@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_fn import verifier
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards import math as reward_math
 from grpo_fn.rewards.math import correct, lenient
-from grpo_fn.rewards.math.screen import is_costly
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.verifier.screen import is_costly
 
 DEADLINE = 20.0  # nothing here comes near it on an idle machine
 MEGABYTE = 2**20
@@ -186,9 +186,9 @@ def test_a_megabyte_is_wrong_and_disturbs_no_other_row(pool, fn):
 
 @pytest.mark.parametrize("bomb", KNOWN_BOMBS.values(), ids=KNOWN_BOMBS.keys())
 def test_known_bombs_are_wrong_at_once_and_never_reach_the_parser(monkeypatch, bomb):
-    golds = {gold: reward_math._read(reward_math.plain_answer(gold)) for gold in GOLDS.values()}
-    monkeypatch.setattr(reward_math, "_read", lambda text: golds[text] if text in golds else pytest.fail(text))
-    monkeypatch.setattr(reward_math, "plain_answer", lambda text: text if text in golds else reward_plain(text))
+    golds = {gold: verifier._read(plain_answer(gold)) for gold in GOLDS.values()}
+    monkeypatch.setattr(verifier, "_read", lambda text: golds[text] if text in golds else pytest.fail(text))
+    monkeypatch.setattr(verifier, "plain_answer", lambda text: text if text in golds else reward_plain(text))
     for gold in golds:
         # The least of three: a garbage collection, which takes as long, may fall into one of them.
         assert min(seconds_to_refuse(gold, bomb) for _ in range(3)) < 0.1
@@ -202,7 +202,7 @@ def seconds_to_refuse(gold, bomb):
     return time.process_time() - start
 
 
-reward_plain = reward_math.plain_answer
+reward_plain = plain_answer
 
 
 def test_a_gold_may_use_what_would_be_a_bomb_elsewhere():

@@ -1,6 +1,6 @@
 """Code rewards: which text is the program, which names of the tests are its, and what a verdict is worth.
 
-Nothing is run here: the runner returns given verdicts. The real one is in tests/shell/sandbox/test_sandbox.py.
+Nothing is run here: the runner returns given verdicts. The real one is in tests/sandbox/test_sandbox.py.
 """
 
 import ast

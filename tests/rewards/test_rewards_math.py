@@ -10,13 +10,13 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from published import published
 
+from grpo_fn import verifier
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards import math as reward_math
-from grpo_fn.rewards.math import LONGEST_ANSWER, correct, correct_evaluated, lenient, marked_answer
-from grpo_fn.rewards.math.equivalence import equal
-from grpo_fn.rewards.math.extract import last_value
-from grpo_fn.rewards.math.screen import exponent_bound, is_costly, is_evasive
-from grpo_fn.rewards.math.spelling import plain_answer
+from grpo_fn.rewards.math import correct, correct_evaluated, lenient
+from grpo_fn.verifier.equivalence import equal
+from grpo_fn.verifier.extract import LONGEST_ANSWER, last_value, marked_answer
+from grpo_fn.verifier.screen import exponent_bound, is_costly, is_evasive
+from grpo_fn.verifier.spelling import plain_answer
 
 
 def verdict(gold, text, fn=correct):
@@ -527,11 +527,11 @@ def test_tiny_decimals_are_equal_only_if_they_are(size, digit, other):
 @given(st.data(), wholes, st.sampled_from([-1, 0, 1]), st.booleans())
 def test_literals_are_read_as_the_parser_reads_them(data, value, gap, decimal):
     text = data.draw(written(value)) if not decimal else f"{value / 1000!r}"
-    assume(reward_math._LITERAL.fullmatch(plain_answer(text)) and "e" not in text)
-    literal, parsed = reward_math._read(plain_answer(text)), reward_math._parsed(plain_answer(text))
+    assume(verifier._LITERAL.fullmatch(plain_answer(text)) and "e" not in text)
+    literal, parsed = verifier._read(plain_answer(text)), verifier._parsed(plain_answer(text))
     assert equal(literal, parsed)
     assert equal(parsed, literal)
-    assert equal(literal, reward_math._parsed(str(value + gap))) == (gap == 0 and not decimal) or decimal
+    assert equal(literal, verifier._parsed(str(value + gap))) == (gap == 0 and not decimal) or decimal
 
 
 # Any text -----------------------------------------------------------------------------------------------------------

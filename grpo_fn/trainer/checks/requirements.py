@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo_fn import sandbox
 from grpo_fn.core.partials import uses_of
 from grpo_fn.rewards.judge import Judge, judges_of
-from grpo_fn.shell import sandbox
 from grpo_fn.shell.reward_workers.judge_client import check_endpoint
 from grpo_fn.shell.reward_workers.judge_record import JudgeRecord
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool

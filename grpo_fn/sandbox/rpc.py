@@ -8,7 +8,7 @@ plain value that it does not hold, whatever it would like to equal. This file ru
 import builtins
 import operator
 
-from grpo_fn.shell.sandbox.values import SIZE, Reader, encode, held_type
+from grpo_fn.sandbox.values import SIZE, Reader, encode, held_type
 
 
 class ChannelClosed(BaseException):

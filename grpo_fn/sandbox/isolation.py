@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fn.shell.sandbox import isolation
-
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 INSIDE_USER = "1000"
 SPARE_USERS = 4096
@@ -63,7 +61,7 @@ def bubblewrap(limits: Limits) -> Iterator[Cell]:
     reading, writing = os.pipe()  # the filter is read from here
     with open(reading, "rb"):
         with open(writing, "wb") as file:
-            file.write(isolation.program(os.uname().machine, alone=False))
+            file.write(syscall_filter(os.uname().machine, alone=False))
         spare = 1 if user is None else 0  # the judge counts as well where the user is the same
         settings = _settings("enter_nothing", user, processes=limits.processes + spare)
         yield Cell((*wrapper, "--seccomp", f"{reading}", "--"), settings, (reading,))
@@ -76,7 +74,7 @@ def namespaces(limits: Limits) -> Iterator[Cell]:
     user = unused_user_id()
     spare = 2 if user is None else 0  # the judge, and who waits for it
     settings = _settings("enter_namespaces", user, processes=limits.processes + spare)
-    settings |= {"folders": folders, "links": links, "filter": isolation.program(os.uname().machine, alone=False)}
+    settings |= {"folders": folders, "links": links, "filter": syscall_filter(os.uname().machine, alone=False)}
     yield Cell((), settings, ())
 
 
@@ -88,7 +86,7 @@ def rlimits_only(limits: Limits) -> Iterator[Cell]:
     every file that its user can: a user of its own where this process is root's, else this one.
     """
     settings = _settings("enter_session", unused_user_id(), processes=None) | {"folder": "/", "far": True}
-    yield Cell((), settings | {"filter": isolation.program(os.uname().machine, alone=True)}, ())
+    yield Cell((), settings | {"filter": syscall_filter(os.uname().machine, alone=True)}, ())
 
 
 def unused_user_id() -> int | None:
@@ -228,7 +226,7 @@ EPERM, ENOSYS = 1, 38
 Step = tuple[int, int, int, int]  # what, with which value, how many steps to skip if so, if not
 
 
-def program(machine: str, *, alone: bool) -> bytes:
+def syscall_filter(machine: str, *, alone: bool) -> bytes:
     """The filter for a machine (`os.uname().machine`); `alone`: also for where nothing else keeps files and processes.
 
     Raises ValueError for a machine whose numbers are not known here.

@@ -19,7 +19,7 @@ import sympy
 from math_verify import verify
 from sympy.core.function import AppliedUndef
 
-from grpo_fn.rewards.math.spelling import DOUBLED_BACKSLASH
+from grpo_fn.verifier.spelling import DOUBLED_BACKSLASH
 
 _HUNDREDTH = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # how the parser reads a percent sign
 _POINTS = (sympy.Rational(7391, 10007), sympy.Rational(-13627, 10009))  # nowhere in particular

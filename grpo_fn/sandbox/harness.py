@@ -10,9 +10,9 @@ import os
 import sys
 import time
 
-from grpo_fn.shell.sandbox import confine
-from grpo_fn.shell.sandbox.pipe import Channel, read_exactly, write_all
-from grpo_fn.shell.sandbox.rpc import PROGRAM_OPS, ChannelClosed, Peer, Unsendable
+from grpo_fn.sandbox import confine
+from grpo_fn.sandbox.pipe import Channel, read_exactly, write_all
+from grpo_fn.sandbox.rpc import PROGRAM_OPS, ChannelClosed, Peer, Unsendable
 
 READY = "ready"
 LONGEST_REASON = 400  # characters

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from grpo_fn.shell.sandbox import isolation as rules
+from grpo_fn.sandbox import isolation as rules
 
 ALLOWED, EPERM, ENOSYS, KILLED = "allowed", "EPERM", "ENOSYS", "killed"
 SAID = {rules.ALLOW: ALLOWED, rules.FAIL | 1: EPERM, rules.FAIL | 38: ENOSYS, rules.KILL: KILLED}
@@ -21,7 +21,7 @@ def verdict(machine, number, arguments=(), *, alone, arch=None):
     """What the kernel would make of a call: struct seccomp_data through the program, step by step."""
     data = struct.pack("=IIQ", number, rules.MACHINES[machine] if arch is None else arch, 0)
     data += struct.pack("=6Q", *[*arguments, *[0] * 6][:6])
-    program = list(struct.iter_unpack("=HBBI", rules.program(machine, alone=alone)))
+    program = list(struct.iter_unpack("=HBBI", rules.syscall_filter(machine, alone=alone)))
     value, at = 0, 0
     while True:
         what, yes, no, constant = program[at]
@@ -113,4 +113,4 @@ def test_the_numbers_are_those_of_the_kernels_headers(header, place):
 
 def test_another_machine_is_refused():
     with pytest.raises(ValueError, match="got a riscv64 machine, wanted x86_64 or aarch64"):
-        rules.program("riscv64", alone=False)
+        rules.syscall_filter("riscv64", alone=False)

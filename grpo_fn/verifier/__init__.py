@@ -1,4 +1,4 @@
-r"""Is the answer right? math-verify behind two functions with three verdicts: 1 right, 0 wrong, None unscorable.
+r"""Is a math answer right? math-verify with three verdicts: 1 right, 0 wrong, None unscorable. It imports nothing of ours.
 
 `extract` decides which text is the answer, `spelling` how it is spelt, `screen` what is not worth reading, and
 `equivalence` what has the same value. What goes into math-verify's parser is always one short answer in one `\boxed{}`:
@@ -23,19 +23,17 @@ from typing import Any, NamedTuple
 from math_verify import LatexExtractionConfig, grader, parse, parser
 from sympy import Basic, Expr, FiniteSet, Float, Integer, MatrixBase
 
-from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards.math import equivalence
-from grpo_fn.rewards.math.equivalence import same_kind
-from grpo_fn.rewards.math.extract import (
+from grpo_fn.verifier import equivalence
+from grpo_fn.verifier.equivalence import same_kind
+from grpo_fn.verifier.extract import (
     LONGEST_ANSWER,
     as_list,
     find_boxes,
-    last_value,
     marked_answer,
     without_thoughts,
 )
-from grpo_fn.rewards.math.screen import is_costly, is_evasive, is_worked_out
-from grpo_fn.rewards.math.spelling import plain_answer, unit_of, units_differ
+from grpo_fn.verifier.screen import is_costly, is_evasive, is_worked_out
+from grpo_fn.verifier.spelling import plain_answer, unit_of, units_differ
 
 # math-verify warns once per process that its time-outs are off; they are meant to be.
 parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
@@ -60,65 +58,31 @@ _BRACKETED = re.compile(
 )
 
 
-class _Verdict(NamedTuple):
+class Verdict(NamedTuple):
+    """1, 0 or None (the gold does not parse): evaluated, no closed form left; closed, worked out; lenient, the value."""
+
     evaluated: float | None
     closed: float | None
     lenient: float | None
 
 
-_UNSCORABLE, _WRONG, _RIGHT = _Verdict(None, None, None), _Verdict(0.0, 0.0, 0.0), _Verdict(1.0, 1.0, 1.0)
+_UNSCORABLE, _WRONG, _RIGHT = Verdict(None, None, None), Verdict(0.0, 0.0, 0.0), Verdict(1.0, 1.0, 1.0)
 
 
-def correct(problem: Problem, completion: Completion) -> float | None:
-    r"""1 iff the marked answer equals the gold and is worked out, else 0; None when the gold itself cannot be parsed.
-
-    The marked answer is the last `\boxed{...}` with those joined to it, or else what follows the last `####`, or else
-    the last "the answer is"; nothing within `<think>` is. Of a gold with n parts, n boxes apart are its answer too. A
-    last box that never closes, an answer longer than `LONGEST_ANSWER` and no marked answer at all are wrong. To a gold
-    that is a plain number a sum or product that is still to be done is no answer; a closed form of it, 5! or i^4, is
-    one here and none for `correct_evaluated`.
+def verify(gold: str, text: str) -> float | None:
+    r"""1 iff the marked answer of a text equals the gold and is worked out, else 0; None for a gold that does not parse.
 
     Args:
-        problem: the problem; its answer is the gold, LaTeX or plain text.
-        completion: the completion with the answer.
+        gold: LaTeX or plain text.
+        text: the text with the answer, in `\boxed{...}` or behind `####`.
 
     Returns:
         1.0, 0.0, or None when the gold itself cannot be parsed.
     """
-    return _judge(problem.answer, completion.text, marked_answer(completion.text)).closed
+    return judge(gold, text, marked_answer(text)).closed
 
 
-def correct_evaluated(problem: Problem, completion: Completion) -> float | None:
-    r"""`correct`, and no closed form is left to be evaluated: 120 and not 5!, to a gold of 120.
-
-    A gold that is a plain number gets a number, a fraction or a power. No function may be left that the gold does not
-    use itself: where a prompt asks for `\binom{8}{4}`, to copy it is no answer.
-
-    Args:
-        problem: the problem; its answer is the gold, LaTeX or plain text.
-        completion: the completion with the answer.
-
-    Returns:
-        1.0, 0.0, or None when the gold itself cannot be parsed.
-    """
-    return _judge(problem.answer, completion.text, marked_answer(completion.text)).evaluated
-
-
-def lenient(problem: Problem, completion: Completion) -> float | None:
-    """1 iff the answer equals the gold, worked out or not; without a marked answer, the last formula or number.
-
-    Args:
-        problem: the problem; its answer is the gold, LaTeX or plain text.
-        completion: the completion with the answer.
-
-    Returns:
-        1.0, 0.0, or None when the gold itself cannot be parsed.
-    """
-    answer = marked_answer(completion.text)
-    return _judge(problem.answer, completion.text, last_value(completion.text) if answer is None else answer).lenient
-
-
-def _judge(gold: str, text: str, answer: str | None) -> _Verdict:
+def judge(gold: str, text: str, answer: str | None) -> Verdict:
     """The verdict on an answer, or where it is wrong, on as many boxes as the gold has parts."""
     verdict = _verdict(gold, answer if answer is not None and len(answer) <= LONGEST_ANSWER else "")
     parts = _parts(gold)
@@ -137,7 +101,7 @@ def _parts(gold: str) -> int:
 
 
 @lru_cache(maxsize=8192)
-def _verdict(gold: str, answer: str) -> _Verdict:
+def _verdict(gold: str, answer: str) -> Verdict:
     """The verdict on an answer, both as they are written."""
     wanted = _read(plain_answer(gold))
     if wanted is None:
@@ -177,7 +141,7 @@ def _verdict(gold: str, answer: str) -> _Verdict:
     plain = equivalence.is_plain(wanted)
     finished = is_worked_out(gold, answer) and (not plain or (evaluated and equivalence.is_written_out(given)))
     closed = finished or not plain or equivalence.is_closed_form(given)
-    return _Verdict(float(finished), float(closed), 1.0)
+    return Verdict(float(finished), float(closed), 1.0)
 
 
 def _in_other_brackets(gold: str, answer: str) -> bool:

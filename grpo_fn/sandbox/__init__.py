@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fn.core.problem import Program, Ran
-from grpo_fn.shell.sandbox.isolation import Cell, Isolation, Limits, bubblewrap, namespaces, rlimits_only
+from grpo_fn.sandbox.isolation import Cell, Isolation, Limits, bubblewrap, namespaces, rlimits_only
 
 BACKSTOP_SECONDS = 10.0  # on top of the wall time that the judge keeps, to start Python in; and should it hang itself
 LONGEST_COMPLAINT = 600  # characters
@@ -39,9 +39,9 @@ def exactly(size):
 def take():
     return marshal.loads(exactly(int.from_bytes(exactly(8), "big")))
 modules, settings = take(), take()
-package = sys.modules["grpo_fn.shell.sandbox"] = type(sys)("grpo_fn.shell.sandbox")
+package = sys.modules["grpo_fn.sandbox"] = type(sys)("grpo_fn.sandbox")
 for name, code in modules:
-    module = sys.modules["grpo_fn.shell.sandbox." + name] = type(sys)(name)
+    module = sys.modules["grpo_fn.sandbox." + name] = type(sys)(name)
     setattr(package, name, module)
     exec(code, module.__dict__)
 module.main(settings, take)

@@ -19,11 +19,11 @@ import psutil
 import pytest
 from hostile_programs import BOMBS, RIGHT, TESTS, WRONG
 
+from grpo_fn import sandbox
 from grpo_fn.core.problem import Completion, Problem, Program
 from grpo_fn.rewards import code
-from grpo_fn.shell import sandbox
+from grpo_fn.sandbox import isolation as sandbox_isolation
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
-from grpo_fn.shell.sandbox import isolation as sandbox_isolation
 
 ISOLATIONS = {f.__name__: f for f in (sandbox.bubblewrap, sandbox.namespaces, sandbox.rlimits_only)}
 KNOBS = {"wall_seconds": 20.0, "cpu_seconds": 10, "memory_mb": 256, "processes": 8, "file_mb": 8, "output_kb": 64}
@@ -340,7 +340,7 @@ def test_a_test_that_catches_everything_does_not_hide_a_program_that_is_gone(iso
 
 OFFERS = """
 import sys
-wire = sys.modules["grpo_fn.shell.sandbox.rpc"]
+wire = sys.modules["grpo_fn.sandbox.rpc"]
 honest = wire.encode
 def encode(message, refer):
     if message[0] == "value" and type(message[1]) is dict and "f" in message[1]:
@@ -510,7 +510,7 @@ sys.path[:0] = [{project!r}, {here!r}]
 sys.dont_write_bytecode = True
 from hostile_programs import RIGHT, TESTS, WRONG
 from grpo_fn.core.problem import Program
-from grpo_fn.shell import sandbox
+from grpo_fn import sandbox
 def passes(isolation, source):
     ran = sandbox.run_program(Program((source,), "", TESTS, ("f",)), **{knobs!r}, isolation=isolation)
     return ran.proven and all(ran.verdicts)

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from grpo_fn.rewards.format import last_match
-from grpo_fn.rewards.math.spelling import latin_digits
+from grpo_fn.verifier.spelling import latin_digits
 
 # -- the boxes of a text
 
@@ -188,3 +187,8 @@ def _formula(found: re.Match[str]) -> Box:
         *_, inside = [line for line in inside.split(r"\\") if line.strip()] or [""]
         inside = inside.replace("&", "")
     return Box(found.start(), found.end(), inside)
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The last of all matches in the text that do not overlap; None where there is none."""
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)

@@ -7,9 +7,9 @@ import pytest
 from published import published
 from test_sandbox import most
 
+from grpo_fn import sandbox
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards import code
-from grpo_fn.shell import sandbox
 
 # Task 123 adds up amicable numbers for seconds.
 KNOBS = {"wall_seconds": 60.0, "cpu_seconds": 30, "memory_mb": 512, "processes": 8, "file_mb": 8, "output_kb": 256}

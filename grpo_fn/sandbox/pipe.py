@@ -4,7 +4,7 @@ import os
 import select
 import time
 
-from grpo_fn.shell.sandbox.rpc import ChannelClosed
+from grpo_fn.sandbox.rpc import ChannelClosed
 
 CHUNK = 65536
 START_SECONDS = 30.0  # for the program's process to be shut in
