@@ -1,4 +1,4 @@
-r"""Is a math answer right? math-verify with three verdicts: 1 right, 0 wrong, None unscorable. It imports nothing of ours.
+r"""Is a math answer right? math-verify with three verdicts: 1 right, 0 wrong, None unscorable.
 
 `extract` decides which text is the answer, `spelling` how it is spelt, `screen` what is not worth reading, and
 `equivalence` what has the same value. What goes into math-verify's parser is always one short answer in one `\boxed{}`:
@@ -59,7 +59,7 @@ _BRACKETED = re.compile(
 
 
 class Verdict(NamedTuple):
-    """1, 0 or None (the gold does not parse): evaluated, no closed form left; closed, worked out; lenient, the value."""
+    """1, 0 or None: `evaluated` wants no closed form left, `closed` a worked-out answer, `lenient` the value alone."""
 
     evaluated: float | None
     closed: float | None
@@ -70,7 +70,7 @@ _UNSCORABLE, _WRONG, _RIGHT = Verdict(None, None, None), Verdict(0.0, 0.0, 0.0),
 
 
 def verify(gold: str, text: str) -> float | None:
-    r"""1 iff the marked answer of a text equals the gold and is worked out, else 0; None for a gold that does not parse.
+    r"""1 iff the marked answer of a text equals the gold and is worked out, else 0.
 
     Args:
         gold: LaTeX or plain text.

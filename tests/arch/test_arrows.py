@@ -1,9 +1,9 @@
 """Imports between packages: each package of grpo_fn has a list of those that it may import, and pure ones stay pure.
 
-core < algo, rewards < environments, tasks < analysis are pure; verifier imports nothing of ours, sandbox core alone; shell is stateful and knows neither algo nor analysis,
-but for the warm start of its tiny models, which takes steps of the supervised stage; trainer puts both together; train,
-and the commands run, eval, score, redteam, replay and doctor, come last. Nothing imports testing or a command,
-but redteam has the rewards of score.
+core < algo, rewards < environments, tasks < analysis are pure; verifier imports nothing of ours, sandbox core alone;
+shell is stateful and knows neither algo nor analysis, but for the warm start of its tiny models, which takes steps of
+the supervised stage; trainer puts both together; train, and the commands run, eval, score, redteam, replay and doctor,
+come last. Nothing imports testing or a command, but redteam has the rewards of score.
 """
 
 import ast
