@@ -11,7 +11,7 @@ from grpo_fn.analysis.attacks import ATTACKS
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.redteam.__main__ import main
 from grpo_fn.redteam.campaign import TASKS, attack_named, attack_problems, report_attack
-from grpo_fn.redteam.episode_attacks import EPISODE_ATTACKS
+from grpo_fn.redteam.targets import EPISODE_ATTACKS
 from grpo_fn.rewards.math import correct
 
 PROBLEMS = [Problem(uid, f"What is {uid} + 1000?", f"{uid + 1000}", {}) for uid in range(40, 72)]

@@ -16,6 +16,7 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.math import correct, lenient
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.verifier.screen import is_costly
+from grpo_fn.verifier.spelling import plain_answer
 
 DEADLINE = 20.0  # nothing here comes near it on an idle machine
 MEGABYTE = 2**20

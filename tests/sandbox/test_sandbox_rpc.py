@@ -19,8 +19,19 @@ import pytest
 from hypothesis import given
 
 from grpo_fn.sandbox.pipe import read_exactly, write_all
-from grpo_fn.sandbox.rpc import PROGRAM_OPS, ChannelClosed, Peer, Remote, Unsendable
-from grpo_fn.sandbox.values import COLLECTIONS, REBUILT, SCALARS, TYPES, Reader, encode
+from grpo_fn.sandbox.rpc import (
+    COLLECTIONS,
+    PROGRAM_OPS,
+    REBUILT,
+    SCALARS,
+    TYPES,
+    ChannelClosed,
+    Peer,
+    Reader,
+    Remote,
+    Unsendable,
+    encode,
+)
 
 SCALAR = st.one_of(
     *(st.none(), st.booleans(), st.integers(), st.floats(), st.binary(), st.complex_numbers(), st.fractions()),

@@ -22,8 +22,19 @@ from hypothesis import strategies as st
 from published import published
 
 from grpo_fn.core.problem import LIMITS, Completion, Problem, Turn, verdict_name
-from grpo_fn.score.jsonl_stream import PIECE, Lines, annotate_row, parse_row, verdict_names
-from grpo_fn.score.scoring import EXIT_BROKEN_PIPE, MOST_BYTES, MOST_ROWS, RewardSpec, reward_of, score_lines
+from grpo_fn.score.scoring import (
+    EXIT_BROKEN_PIPE,
+    MOST_BYTES,
+    MOST_ROWS,
+    PIECE,
+    Lines,
+    RewardSpec,
+    annotate_row,
+    parse_row,
+    reward_of,
+    score_lines,
+    verdict_names,
+)
 from grpo_fn.shell.reward_workers.reward_pool import Outcome, RewardPool, ready_among
 
 MINE = '''
@@ -356,7 +367,7 @@ def test_published_and_plain_rows_of_programs_ask_the_same(row: dict, tests: lis
 
 
 def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch, pool: RewardPool) -> None:
-    monkeypatch.setattr("grpo_fn.score.jsonl_stream.LONGEST_LINE", 10**6)
+    monkeypatch.setattr("grpo_fn.score.scoring.LONGEST_LINE", 10**6)
     (row,) = rows_of("1").splitlines()
     first, error = stream(pool, row + b"\n" + b"x" * 2 * 10**6)
     assert json.loads(first)["verdict"] == "right"

@@ -16,7 +16,7 @@ from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Groups, Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy import self_teachers
-from grpo_fn.shell.policy.weight_average import WeightAverage
+from grpo_fn.shell.policy.fsdp import WeightAverage
 from grpo_fn.tasks import privileged
 from grpo_fn.trainer import teachers
 from grpo_fn.trainer.sections import Teacher, model_source

@@ -22,7 +22,6 @@ from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.model.logprob_model import LogprobModel, TeacherHead, check_rows
 from grpo_fn.shell.policy.checksums import StepChecksums, block_digests, combine_ranks
 from grpo_fn.shell.policy.optimizer import load_moment, moment_value
-from grpo_fn.shell.policy.weight_average import WeightAverage
 from grpo_fn.shell.world import World
 
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -399,3 +398,45 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """The tensor itself, gathered from all ranks where it is spread over them; detached."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# -- the exponential moving average of the weights that train
+
+
+class WeightAverage:
+    """e <- e + rate (theta - e) of tensors that are changed in place; each rank has the average of its own part."""
+
+    def __init__(self, live: Mapping[str, Tensor], *, rate: float) -> None:
+        if not 0.0 < rate <= 1.0:
+            raise ValueError(f"self_teachers.moving_average.rate: got {rate}, wanted above 0 and up to 1")
+        self.rate = rate
+        self.kept = {name: x.detach().clone() for name, x in live.items()}
+
+    @torch.no_grad()
+    def follow(self, live: Mapping[str, Tensor]) -> None:
+        """Come nearer to the tensors as they are now."""
+        for name, x in live.items():
+            rank_part(self.kept[name]).lerp_(rank_part(x), self.rate)
+
+    @contextmanager
+    def swap_in(self, live: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within it the tensors hold the average, and it holds them; after it each is what it was, bit for bit."""
+        self._swap(live)
+        try:
+            yield
+        finally:
+            self._swap(live)
+
+    @torch.no_grad()
+    def _swap(self, live: Mapping[str, Tensor]) -> None:
+        for name, x in live.items():
+            mine, theirs = rank_part(self.kept[name]), rank_part(x)
+            held = theirs.clone()
+            theirs.copy_(mine)
+            mine.copy_(held)
+
+
+def rank_part(x: Tensor) -> Tensor:
+    """A tensor's part on this rank."""
+    x = x.detach()
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.shell.model import packed_input
 from grpo_fn.shell.model.attention import install, unusable_mask
 from grpo_fn.shell.model.blocks import CompiledPart, blocks, compile_for_decoding, compiles_decoding
-from grpo_fn.shell.sampler.local.float32_head import keep_logits_in_float32
 from grpo_fn.shell.sampler.local.joined_projections import joined_model, relink
 from grpo_fn.shell.sampler.local.kv_cache import (
     Attended,
@@ -27,6 +27,7 @@ from grpo_fn.shell.sampler.local.kv_cache import (
     PrefillAttention,
     RowSlots,
     attend,
+    products_in_float32,
     row_slots,
 )
 from grpo_fn.shell.sampler.local.split_kv import (
@@ -38,7 +39,7 @@ from grpo_fn.shell.sampler.local.split_kv import (
     warn_of_plain_attention,
 )
 
-# -- how a decoding step is run: as it is written, or, on CUDA, as a graph that is captured at its shape's second use
+# -- how a step is run: as it is written, or, on CUDA, as a graph that is captured at its shape's second use
 
 
 SYNC_WARNING = "called a synchronizing CUDA operation"  # torch's own, in its debug mode for synchronization
@@ -612,3 +613,20 @@ def decoding_difference(
             got.append(forward_step(stepped or model, token, (start + t)[:, None], context, 1)[:, -1])
     wanted = torch.stack(wanted).to(model.get_input_embeddings().weight.dtype)  # which says how close is close
     return packed_input.too_far_apart("logits", torch.stack(got, 1) - wanted, wanted)
+
+
+# -- a head of halves whose logits come in float32
+
+
+def keep_logits_in_float32(model: nn.Module) -> None:
+    """Make a head of halves give its product in float32, as the trainer's: rounded, a logit of 20 is off by 0.04."""
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.bias is None and products_in_float32(head.weight):
+        head.forward = partial(linear_in_float32, head.weight)
+
+
+def linear_in_float32(weight: Float[Tensor, "V D"], hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
+    """hidden weight^T with a result in float32; in the dtype of both where a gradient may be asked for."""
+    if torch.is_grad_enabled():
+        return linear(hidden, weight)
+    return torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, hidden.shape[:-1])
