@@ -1,7 +1,7 @@
 """Rewards for math: the verdicts of `grpo_fn.verifier` on the answer of a completion."""
 
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.verifier import judge, verify
+from grpo_fn.verifier import judge, verify_answer
 from grpo_fn.verifier.extract import last_value, marked_answer
 
 
@@ -21,7 +21,7 @@ def correct(problem: Problem, completion: Completion) -> float | None:
     Returns:
         1.0, 0.0, or None when the gold itself cannot be parsed.
     """
-    return verify(problem.answer, completion.text)
+    return verify_answer(problem.answer, completion.text)
 
 
 def correct_evaluated(problem: Problem, completion: Completion) -> float | None:

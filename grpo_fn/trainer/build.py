@@ -40,9 +40,9 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
-from grpo_fn.trainer.checks.requirements import check_judges_answer, with_record
 from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, shown_key
 from grpo_fn.trainer.checks.try_environment import fitting_episodes
+from grpo_fn.trainer.checks.try_out import check_judges_answer, with_record
 from grpo_fn.trainer.plan import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun, looked_at, run_algorithm
 from grpo_fn.trainer.sections import Data, Episodes, Sampling, Settings, open_environments

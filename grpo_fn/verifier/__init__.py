@@ -69,7 +69,7 @@ class Verdict(NamedTuple):
 _UNSCORABLE, _WRONG, _RIGHT = Verdict(None, None, None), Verdict(0.0, 0.0, 0.0), Verdict(1.0, 1.0, 1.0)
 
 
-def verify(gold: str, text: str) -> float | None:
+def verify_answer(gold: str, text: str) -> float | None:
     r"""1 iff the marked answer of a text equals the gold and is worked out, else 0.
 
     Args:

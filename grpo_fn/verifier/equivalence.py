@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import sympy
-from math_verify import verify
 from sympy.core.function import AppliedUndef
 
 from grpo_fn.verifier.spelling import DOUBLED_BACKSLASH
@@ -88,7 +87,7 @@ def equal(gold: Any, answer: Any) -> bool:
         return False
     if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq) and _misses(gold, answer):
         return False
-    return verify([gold], [answer], timeout_seconds=None, raise_on_error=True)
+    return verify_answer([gold], [answer], timeout_seconds=None, raise_on_error=True)
 
 
 def is_plain(value: Any) -> bool:

@@ -534,7 +534,7 @@ def test_it_is_the_same_for_an_ordinary_user(every):
     python = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     if not os.path.exists(python):
         pytest.skip(f"NOT TESTED as an ordinary user: no {python}, which such a user could start")
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     here = root / "tests" / "helpers"
     text = ORDINARY.format(
         project=str(root), here=str(here), knobs=KNOBS | {"wall_seconds": 3.0}, every=every, always=ALWAYS

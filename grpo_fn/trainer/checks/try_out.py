@@ -1,7 +1,11 @@
 """The functions of a configuration, each called once on something small before anything expensive starts."""
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from math import isfinite
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -11,8 +15,12 @@ from grpo_fn.core import prng
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.core.types import Reward, Rollout
+from grpo_fn.rewards.judge import Judge, judges_of
+from grpo_fn.shell.reward_workers.judge_client import check_endpoint
+from grpo_fn.shell.reward_workers.judge_record import JudgeRecord
 from grpo_fn.shell.reward_workers.reward_pool import Loss, RewardError, RewardPool
 from grpo_fn.tasks.task import Task
+from grpo_fn.trainer.sections import Settings
 
 
 def try_token_sampler(token_sampler: Callable[..., Any], temperature: float) -> None:
@@ -168,3 +176,39 @@ def try_rewards(knob: str, fns: Sequence[RewardFn], problem: Problem, make_pool:
                 f"{knob}: {', '.join(names)}, called with problem {problem.uid} and a toy completion: {reason}"
                 + ("" if "wanted" in reason else "; wanted a finite number or None")
             )
+
+
+# -- judges: each names its model before a run begins, and its answers go on record
+
+
+FOLDER = "judge"  # in the run folder
+
+
+def judges_of_run(settings: Settings) -> list[Judge]:
+    """The judges that a run asks."""
+    found = {id(judge): judge for judge in judges_of([settings.rewards.reward, *settings.evaluation.graders])}
+    judges = [*found.values()]
+    names = [judge.name for judge in judges]
+    if len({*names}) != len(names):
+        raise ValueError(f"judge.Judge.name: got {', '.join(names)}, wanted a name of its own for each judge")
+    return judges
+
+
+def check_judges_answer(settings: Settings, run_dir: Path, *, main: bool) -> None:
+    """Look whether every judge is there and has its model, first of all; a run that has begun asks nothing."""
+    if main and not (run_dir / FOLDER).is_dir():
+        for judge in judges_of_run(settings):
+            asyncio.run(check_endpoint(judge))
+
+
+def with_record(settings: Settings, run_dir: Path, rank: int) -> Settings:
+    """The settings, with pools whose judges have one record: that of the run."""
+    pool = partial(recorded_pool, settings.rewards.pool, JudgeRecord(run_dir / FOLDER, rank))
+    return replace(settings, rewards=replace(settings.rewards, pool=pool))
+
+
+def recorded_pool(make: Callable[[], RewardPool], record: JudgeRecord) -> RewardPool:
+    """A pool whose judges are on record."""
+    pool = make()
+    pool.judges.record = record
+    return pool

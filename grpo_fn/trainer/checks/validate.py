@@ -17,8 +17,9 @@ from grpo_fn.shell.policy import memory_estimate, self_teachers
 from grpo_fn.shell.world import find_device
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.algorithm import check_algorithm, check_curriculum_of_run, check_parts
-from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes, judges_of_run
+from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.try_out import (
+    judges_of_run,
     reward_parts,
     try_optimizer,
     try_rewards,
