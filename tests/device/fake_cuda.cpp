@@ -458,9 +458,6 @@ PYBIND11_MODULE(fake_cuda_backend, m) {
   m.def("current_device", [] { return current; });
   m.def("set_device", [](int device) { current = device; });
   m.def("touch", [](int device) { used.at(device) = true; });
-  m.def("forget_used", [] {
-    for (auto& one : used) one = false;
-  });
   m.def("used", [] {
     std::vector<int> found;
     for (int i = 0; i < DEVICES; ++i)
@@ -471,7 +468,6 @@ PYBIND11_MODULE(fake_cuda_backend, m) {
   m.def("waits", [] { std::lock_guard<std::mutex> guard(mutex); return waited; });
   m.def("wait", &wait, py::arg("what"), py::arg("debugged") = true);
   m.def("count_launch", &count_launch);
-  m.def("clear", [] { std::lock_guard<std::mutex> guard(mutex); launched.clear(), waited.clear(); });
   m.def("sync_debug_mode", [] { return sync_debug_mode; });
   m.def("set_sync_debug_mode", [](const std::string& mode) { sync_debug_mode = mode; });
   m.def("allocated", [](int device) { return allocated.at(device).load(); });

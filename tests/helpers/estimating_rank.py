@@ -14,9 +14,8 @@ from grpo_fn.core import prng
 from grpo_fn.shell.model import blocks, lora
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.packed_input import pack_shared_prompts
-from grpo_fn.shell.policy import memory_estimate, optimizer
+from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
-from grpo_fn.shell.policy.memory import Weight
 from grpo_fn.shell.policy.memory_estimate import tensor_bytes
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.world import World
@@ -103,8 +102,3 @@ def teachers_in_every_way(world: World, folder: Path) -> list[int]:
 def in_every_way(world: World, folder: Path) -> list[dict[str, int]]:
     """What is allocated in each of WAYS."""
     return [vars(allocated(world, placing(folder, *way))) for way in WAYS]
-
-
-def memory_estimate_parts(config: AutoConfig, shard: int) -> list[Weight]:
-    """Every weight, divided over so many ranks."""
-    return [weight for weight, _ in memory_estimate.weights(memory_estimate.meta_model(config, None, "sdpa"), shard, 1)]
