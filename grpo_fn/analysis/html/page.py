@@ -11,13 +11,12 @@ from grpo_fn.core.display_text import escape_control
 FILES = PackageLoader("grpo_fn.analysis", "html")
 
 
-def without_control(value: object) -> object:
-    """A text with its control characters as escapes; Markup, and what is no text, as it is."""
-    return escape_control(value) if type(value) is str else value
-
-
 ENVIRONMENT = Environment(
-    loader=FILES, autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=without_control
+    loader=FILES,
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    finalize=lambda value: escape_control(value) if type(value) is str else value,  # not Markup, and no numbers
 )
 
 
