@@ -1,4 +1,4 @@
-"""Statistics of evaluations: intervals of shares, differences of pairs, draws that share random numbers."""
+"""Statistics of evaluations: intervals of shares, differences of pairs."""
 
 import math
 from collections import Counter
@@ -9,8 +9,6 @@ from statistics import fmean, variance
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 
 def exact_mean(values: Sequence[float | int]) -> float:
@@ -167,34 +165,3 @@ def _student_mass(angle: float, degrees: int) -> float:
         return math.sin(angle) * math.fsum(terms)
     more = math.sin(angle) * math.cos(angle) * math.fsum(terms) if degrees > 1 else 0.0
     return 2 / math.pi * (angle + more)
-
-
-# -- two distributions drawn from with the same random numbers
-
-
-Chances = Float[Tensor, "V"]  # of every token; they add up to 1
-
-
-def maximal_meetings(p: Chances, q: Chances) -> Chances:
-    """min(p_i, q_i): what the best coupling reaches, which has to know both distributions."""
-    return torch.minimum(p, q)
-
-
-def inversion_meetings(p: Chances, q: Chances) -> Chances:
-    """Meetings of `sampling.categorical`: the length that token i's intervals of both distribution functions share."""
-    ends = torch.minimum(p.cumsum(0), q.cumsum(0))
-    starts = torch.maximum(p.cumsum(0) - p, q.cumsum(0) - q)
-    return (ends - starts).clamp(min=0)
-
-
-def gumbel_meetings(p: Chances, q: Chances) -> Chances:
-    """Meetings of `sampling.gumbel_max`: 1 / sum_j max(p_j / p_i, q_j / q_i), 0 where p_i or q_i is.
-
-    Both draws are i when e_j >= e_i max(p_j / p_i, q_j / q_i) for every j. Given e_i that has the chance
-    exp(-e_i sum_{j != i} max(...)); its mean over the exponential e_i is the formula, the collision probability of
-    Moulton and Jiang 2018, "Maximally consistent sampling and the Jaccard index of probability distributions",
-    arXiv:1809.04052. Its sum is at least (1 - TV) / (1 + TV), than which no coupling is better for all p and q whose
-    draws know only one of both (Daliri, Musco and Suresh 2024, arXiv:2408.07978).
-    """
-    ratio = torch.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(1)
-    return torch.where((p > 0) & (q > 0), 1 / ratio, 0.0)

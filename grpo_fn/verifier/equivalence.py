@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import sympy
+from math_verify import verify
 from sympy.core.function import AppliedUndef
 
 from grpo_fn.verifier.spelling import DOUBLED_BACKSLASH
@@ -87,7 +88,7 @@ def equal(gold: Any, answer: Any) -> bool:
         return False
     if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq) and _misses(gold, answer):
         return False
-    return verify_answer([gold], [answer], timeout_seconds=None, raise_on_error=True)
+    return verify([gold], [answer], timeout_seconds=None, raise_on_error=True)
 
 
 def is_plain(value: Any) -> bool:

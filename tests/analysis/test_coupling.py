@@ -13,11 +13,11 @@ import tiny_worlds as tiny
 import torch
 from hypothesis import given
 
-from grpo_fn.analysis import statistics
+from grpo_fn.analysis import coupling
 from grpo_fn.core import prng, sampling
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "experiments" / "paired.md"
-COUPLINGS = [statistics.maximal_meetings, statistics.inversion_meetings, statistics.gumbel_meetings]
+COUPLINGS = [coupling.maximal_meetings, coupling.inversion_meetings, coupling.gumbel_meetings]
 weights = st.lists(st.one_of(st.floats(1e-3, 1.0), st.just(0.0)), min_size=2, max_size=8).filter(any)
 
 
@@ -51,7 +51,7 @@ def test_a_coupling_is_symmetric_and_equal_distributions_always_meet(meet, pair)
 def test_the_order_of_the_vocabulary_is_nothing_to_gumbel(pair, random):
     p, q = pair
     order = random.sample(range(len(p)), len(p))
-    torch.testing.assert_close(statistics.gumbel_meetings(p[order], q[order]), statistics.gumbel_meetings(p, q)[order])
+    torch.testing.assert_close(coupling.gumbel_meetings(p[order], q[order]), coupling.gumbel_meetings(p, q)[order])
 
 
 def test_a_shift_in_front_moves_every_token_of_inversion_and_few_of_gumbel():
@@ -59,9 +59,9 @@ def test_a_shift_in_front_moves_every_token_of_inversion_and_few_of_gumbel():
     p = torch.full((size,), 1 / size, dtype=torch.float64)
     q = torch.cat([p[:1] + moved, p[1:] - moved / (size - 1)])
     apart = {meet: 1 - float(meet(p, q).sum()) for meet in COUPLINGS}
-    assert apart[statistics.maximal_meetings] == pytest.approx(moved)
-    assert apart[statistics.gumbel_meetings] < 2 * moved / (1 + moved) + 1e-12
-    assert apart[statistics.inversion_meetings] > 0.5
+    assert apart[coupling.maximal_meetings] == pytest.approx(moved)
+    assert apart[coupling.gumbel_meetings] < 2 * moved / (1 + moved) + 1e-12
+    assert apart[coupling.inversion_meetings] > 0.5
 
 
 @given(pairs().filter(lambda pair: len(pair[0]) == 3))
@@ -73,15 +73,15 @@ def test_gumbel_meetings_are_those_of_all_noise(pair):
     noise = torch.tensor([*product(middles.tolist(), repeat=3)], dtype=torch.float64)
     a, b = ((noise / x).argmin(-1) for x in (p, q))
     share = torch.bincount(a[a == b], minlength=3) / len(noise)
-    torch.testing.assert_close(share.double(), statistics.gumbel_meetings(p, q), rtol=0, atol=3 / slices)
+    torch.testing.assert_close(share.double(), coupling.gumbel_meetings(p, q), rtol=0, atol=3 / slices)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("draw", "meet"),
     [
-        (partial(sampling.categorical, temperature=1.0), statistics.inversion_meetings),
-        (partial(sampling.gumbel_max, temperature=1.0), statistics.gumbel_meetings),
+        (partial(sampling.categorical, temperature=1.0), coupling.inversion_meetings),
+        (partial(sampling.gumbel_max, temperature=1.0), coupling.gumbel_meetings),
     ],
 )
 def test_the_samplers_meet_as_often_as_is_said(draw, meet, seed):

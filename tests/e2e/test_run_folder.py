@@ -195,7 +195,7 @@ def test_every_command_says_its_version(module: str, capsys: pytest.CaptureFixtu
 
 def test_the_console_scripts_are_the_commands() -> None:
     scripts = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts.keys() == {f"grpo-{name}" for name in ("run", "eval", "serve", "score", "replay", "doctor")}
+    assert scripts.keys() == {f"grpo-{name}" for name in ("run", "eval", "score", "replay", "doctor")}
     for target in scripts.values():
         module, _, name = target.partition(":")
         assert callable(getattr(importlib.import_module(module), name))

@@ -15,14 +15,14 @@ import tiny_worlds as tiny
 import torch
 from torch import Tensor
 
-from grpo_fn.analysis import statistics
+from grpo_fn.analysis import coupling
 
 DRIFTS = (0.1, 0.5, 1.0, 2.0)
 Meetings = Callable[[Tensor, Tensor], Tensor]
 COUPLINGS: dict[str, Meetings] = {
-    "best there can be": statistics.maximal_meetings,
-    "`gumbel_max`": statistics.gumbel_meetings,
-    "`categorical`": statistics.inversion_meetings,
+    "best there can be": coupling.maximal_meetings,
+    "`gumbel_max`": coupling.gumbel_meetings,
+    "`categorical`": coupling.inversion_meetings,
     "none": torch.mul,
 }
 SIZES = (3, 30, 300, 3000)  # of the vocabularies of random logits

@@ -139,12 +139,12 @@ def test_requests_that_begin_alike_are_asked_of_the_server_that_has_read_it_unle
 
 def test_a_server_with_far_more_to_do_is_not_asked_for_what_it_has_read(two):
     *_, servers = two
-    first, second = servers._fleet.members
+    first, second = servers._router.members
     servers.push(weights(0), version=0)
     for busy, least, chosen in ((8, 0, first), (9, 0, second), (18, 5, first), (19, 5, second)):
         first.busy, second.busy = busy, least
-        assert servers._fleet._choose(4) is chosen
-        assert servers._fleet._choose(None) is second
+        assert servers._router._choose(4) is chosen
+        assert servers._router._choose(None) is second
     first.busy = second.busy = 0
 
 
@@ -172,7 +172,7 @@ def test_a_server_that_fails_in_a_push_is_out_and_comes_back_with_the_new_weight
         assert any(one.url in text and "is out" in text for text in servers.complaints)
         one.start()
     until(lambda: any(one.url in text and "is out" in text for text in servers.complaints))  # a hang: in its own time
-    until(lambda: servers._fleet.members[0].live)
+    until(lambda: servers._router.members[0].live)
     assert not one.torn
     assert one.label == other.label
     assert one.weights == other.weights == checksum(tensor for _, tensor in weights(1))
@@ -423,7 +423,7 @@ def test_no_more_requests_are_under_way_than_allowed(folder):
 
     def look():
         while stub.server is not None:
-            busiest.append(servers._fleet.members[0].busy)
+            busiest.append(servers._router.members[0].busy)
             time.sleep(0.002)
 
     threading.Thread(target=look, daemon=True).start()
@@ -538,7 +538,7 @@ def test_one_rank_sends_and_all_go_through_the_weights_and_draw(folder):
     stubs[0].kill()
     assert seen(ranks[1].generate(ASKS, how=HOW)) == expected(1)
     stubs[0].start()
-    until(lambda: ranks[1]._fleet.members[0].live)  # rank 0 has given it the weights meanwhile
+    until(lambda: ranks[1]._router.members[0].live)  # rank 0 has given it the weights meanwhile
     assert stubs[0].weights == stubs[1].weights
     for rank in ranks:
         rank.close()
