@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from grpo_fn.analysis.statistics import CONFIDENCE, paired_difference, student_quantile
+from grpo_fn.analysis.paired import CONFIDENCE, paired_difference, student_quantile
 from grpo_fn.core import prng
 
 values = st.lists(st.tuples(st.integers(-50, 50), st.integers(-50, 50)), min_size=2, max_size=14).map(

@@ -8,13 +8,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from grpo_fn.analysis.paired import mcnemar, paired_bootstrap
 from grpo_fn.analysis.statistics import (
     estimate_pass_at_k,
     exact_mean,
     maj_at_k,
     majority,
-    mcnemar,
-    paired_bootstrap,
     wilson,
 )
 

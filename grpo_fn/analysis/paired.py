@@ -1,0 +1,123 @@
+"""Whether two things differ that were measured in pairs: accuracies on the same problems, runs with the same seeds.
+
+Accuracies on the same problems: McNemar's test, and the paired bootstrap. Figures of runs that share their seeds, and
+with them prompts, order and random numbers: the mean difference with Student's interval, and what the pairing saves.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from statistics import fmean, variance
+from typing import NamedTuple
+
+import torch
+
+CONFIDENCE = 0.95  # of the intervals over seeds
+ROUNDING = 2.0**-40  # of the values: a difference that is no larger is none
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Two-sided p-value that gains and losses among the same problems are equally likely: McNemar's test, exact.
+
+        p = min(1, 2 sum_{i <= min(gained, lost)} C(n, i) / 2^n),   n = gained + lost
+
+    Given the n problems on which two runs disagree, each is a gain with chance 1/2 under the hypothesis (McNemar 1947,
+    Psychometrika 12, whose statistic approximates this binomial). 1 without any disagreement.
+    """
+    n = gained + lost
+    choices = accumulate(range(min(gained, lost)), lambda ways, i: ways * (n - i) // (i + 1), initial=1)  # C(n, i)
+    return min(1.0, 2 * sum(choices) / 2**n)
+
+
+def paired_bootstrap(gained: int, lost: int, n: int) -> tuple[float, float]:
+    """95 % percentile interval of a difference of accuracies on n problems, by the paired bootstrap (Efron 1979).
+
+    A resample draws n problems with replacement; its difference is S / n, S the sum of +1 for a gain and -1 for a loss.
+    Resamples without end give S its exact distribution, here instead of a random draw of some of them:
+
+        P(S = s) = [x^s] ((lost x^-1 + same + gained x) / n)^n,   same = n - gained - lost
+
+    The ends are the outermost s / n beyond which less than 2.5 % lie. Wants 0 <= gained + lost <= n and n >= 1.
+    """
+    return -_largest(lost, gained, n) / n, _largest(gained, lost, n) / n
+
+
+def _largest(gained: int, lost: int, n: int) -> int:
+    """The largest s with P(S >= s) > 0.025."""
+    turn = torch.arange(2 * n + 1, dtype=torch.float64) * (2 * torch.pi / (2 * n + 1))
+    x = torch.polar(torch.ones_like(turn), turn)
+    transform = ((lost * x.conj() + (n - gained - lost) + gained * x) / n) ** n
+    chance = torch.fft.fft(transform).real / (2 * n + 1)  # of s = 0, 1, ..., n, -n, ..., -1
+    falling = chance.roll(n).flip(0).cumsum(0)  # P(S >= s) for s = n, n-1, ..., -n
+    return n - int((falling > 0.025).nonzero()[0])
+
+
+class PairedDifference(NamedTuple):
+    """Figures of two settings that were run with the same seeds, compared seed by seed."""
+
+    n: int  # seeds
+    first: float  # mean of the first setting
+    second: float
+    difference: float  # mean of second - first
+    low: float  # of the 95 % interval of the difference: Student's t over the n differences; nan of one seed
+    high: float
+    worth: float  # how many unpaired seeds a paired one is worth: (Var first + Var second) / Var(second - first)
+    worth_low: float  # of the 95 % interval of that
+    worth_high: float
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float]) -> PairedDifference:
+    """The mean difference of values of the same seeds, in the same order, with intervals over the seeds.
+
+    Without pairing, n seeds a setting leave the difference a variance of (Var first + Var second) / n, with it
+    Var(second - first) / n: so n pairs are as good as `worth` times n unpaired seeds a setting. That is 1 / (1 - r) for
+    equal variances with correlation r; below 1 the pairing does harm, and it is inf where all pairs differ alike while
+    the values vary, nan where nothing varies. Its interval rests on Var sum / Var difference being a multiple of
+    F(n-1, n-1), which holds for normal values of equal variance.
+
+    Raises ValueError for no values, and for as many that are not pairs.
+    """
+    if len(first) != len(second) or not first:
+        raise ValueError(f"got {len(first)} and {len(second)} values, wanted as many of each, one or more")
+    n, apart = len(first), [b - a for a, b in zip(first, second, strict=True)]
+    error, mean = ROUNDING * max(map(abs, (*first, *second))), fmean(apart)
+    means = fmean(first), fmean(second), mean if abs(mean) > error else 0.0
+    if n == 1:
+        return PairedDifference(n, *means, *(math.nan,) * 5)
+    t, noise, alone = student_quantile(n - 1), variance(apart), variance(first) + variance(second)
+    if max(apart) - min(apart) <= error:  # differences that are one number
+        noise = 0.0
+    half = t * math.sqrt(noise / n)
+    together = max(0.0, 2 * alone - noise)  # Var(first + second)
+    slope = t / math.sqrt(n - 1)
+    limit = (slope + math.hypot(1, slope)) ** 2  # F's quantile by t's: Cacoullos 1965, J. Am. Stat. Assoc. 60
+    worth = [(1 + _ratio(together * factor, noise)) / 2 if alone else math.nan for factor in (1.0, 1 / limit, limit)]
+    return PairedDifference(n, *means, means[2] - half, means[2] + half, *worth)
+
+
+def _ratio(value: float, by: float) -> float:
+    return value / by if by else math.inf
+
+
+def student_quantile(degrees: int) -> float:
+    """The t for which Student's distribution with that many degrees of freedom has P(|T| <= t) = CONFIDENCE.
+
+    By bisection of the finite sums that P is for whole degrees (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4), in the
+    angle arctan(t / sqrt(degrees)).
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        low, high = (angle, high) if _student_mass(angle, degrees) < CONFIDENCE else (low, angle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def _student_mass(angle: float, degrees: int) -> float:
+    """P(|T| <= sqrt(degrees) tan(angle))."""
+    odd = degrees % 2
+    steps = (math.cos(angle) ** 2 * (k - 1) / k for k in range(2 + odd, degrees - 1, 2))
+    terms = accumulate(steps, lambda term, step: term * step, initial=1.0)
+    if not odd:
+        return math.sin(angle) * math.fsum(terms)
+    more = math.sin(angle) * math.cos(angle) * math.fsum(terms) if degrees > 1 else 0.0
+    return 2 / math.pi * (angle + more)
