@@ -244,13 +244,13 @@ def test_the_page_lets_its_own_script_run_and_asks_for_nothing():
 
 @given(st.text(st.one_of(st.characters(), st.characters(categories=["Cc", "Cf", "Cs", "Co", "Zl", "Zp", "Zs"]))))
 def test_all_that_cannot_be_seen_is_drawn(text):
-    html = token_page.escape_visibly(text)
+    html = page.escape_visibly(text)
     html.encode()
     reader = Reader(f"<div>{html}</div>")
     assert reader.text == written(text)
     drawn = [found for tag, found in reader.tags if tag == "i"]
     hidden = [c for c in text if c not in " \n\t" and not written(c)]
-    assert [f["data-c"] for f in drawn if f["class"] == "c"] == [token_page.control(c) for c in hidden]
+    assert [f["data-c"] for f in drawn if f["class"] == "c"] == [page.control(c) for c in hidden]
     assert sum(f["class"] == "n" for f in drawn) == text.count("\n")
     assert sum(f["class"] == "tab" for f in drawn) == text.count("\t")
 
@@ -259,7 +259,7 @@ def test_all_that_cannot_be_seen_is_drawn(text):
     ("text", "dots"), [("a b", 0), (" a", 0), (" ", 1), ("  ", 2), ("a  b", 2), ("a \n b", 1), ("a ", 1), ("\t ", 1)]
 )
 def test_a_space_between_words_is_a_space_and_others_are_dots(text, dots):
-    assert token_page.escape_visibly(text).count('class="s"') == dots
+    assert page.escape_visibly(text).count('class="s"') == dots
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pair_spec import Pairing
 
 from grpo_fn.analysis.html import page
-from grpo_fn.analysis.html.token_page import escape_text
+from grpo_fn.analysis.html.page import escape_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "report"))
 

@@ -18,7 +18,7 @@ from report_runs import Run, series
 
 from grpo_fn.analysis import health
 from grpo_fn.analysis.html import page
-from grpo_fn.analysis.html.token_page import escape_text
+from grpo_fn.analysis.html.page import escape_text
 from grpo_fn.core.display_text import markdown_cell
 from grpo_fn.core.problem import Turn, transcript
 from grpo_fn.shell.atomic_io import write_bytes

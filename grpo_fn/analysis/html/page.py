@@ -1,10 +1,11 @@
 """Self-contained HTML: one file, no script, no network. Numbers as colours, with the numbers still there to read."""
 
 import re
+import unicodedata
 from collections.abc import Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from grpo_fn.core.display_text import escape_control
 
@@ -83,3 +84,42 @@ def colored_tokens(texts: Sequence[str], values: Sequence[float | None], *, unit
 
 
 PIECES = template("pieces.html.j2").make_module({"push": push_attributes})
+
+
+# -- text, with all that cannot be seen drawn
+
+
+UNSEEN = re.compile(r" {2,}| (?=\n|\Z)|[^ ]")  # all but the space between words
+SHAPELESS = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")  # Unicode categories
+DRAWN = {"\n": '<i class="n"></i>\n', "\t": '<i class="tab"></i>\t'}
+
+
+def printable(text: str) -> str:
+    """The text; what has no place in a file becomes U+FFFD."""
+    return "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
+
+
+def escape_text(text: str) -> str:
+    """Escaped text, control characters and direction marks as in a log."""
+    return str(escape(escape_control(text)))
+
+
+def escape_visibly(text: str) -> Markup:
+    """Escaped text in which everything unseen is drawn: line breaks, tabs, spaces in a row or at the end, controls.
+
+    What has no shape is in the page as its name alone: raw, it could end the file or turn the writing direction.
+    """
+    return Markup(UNSEEN.sub(lambda match: visible_character(match[0]), text))
+
+
+def visible_character(part: str) -> str:
+    """One character, or spaces in a row."""
+    if part in DRAWN or part[0] == " ":
+        return DRAWN.get(part, '<i class="s"> </i>' * len(part))
+    return f'<i class="c" data-c="{control(part)}"></i>' if unicodedata.category(part) in SHAPELESS else escape(part)
+
+
+def control(c: str) -> str:
+    """A name for a character that has no shape."""
+    code = ord(c)
+    return chr(0x2400 + code) if code < 0x20 else f"U+{code:04X}"
