@@ -16,7 +16,7 @@ from grpo_fn.algo.losses import capped_exp, ratio
 from grpo_fn.algo.needs import ScoredStep
 from grpo_fn.core.batch import by_group
 from grpo_fn.core.problem import LIMITS, Turn
-from grpo_fn.core.types import Batch, Groups, Reward, Rollout, Scores
+from grpo_fn.core.types import Batch, Groups, Reward, Rollout, Scores, Undeclared
 
 
 class Stat(NamedTuple):
@@ -258,7 +258,7 @@ def of_tokens(scores: Scores, batch: Batch, diagnostics: Mapping[str, Tensor]) -
         "ratio" (to pi_old), "clip_low" and "clip_high" (0), "correction" (1), unless the loss gives them; "kl", k3 in
         nats, to the reference, or to pi_old in a run without one; "entropy" in nats.
     """
-    ref = torch.where(batch.logp_ref.isnan(), batch.logp_old, batch.logp_ref)
+    ref = batch.logp_old if isinstance(batch.logp_ref, Undeclared) else batch.logp_ref
     kls = vmap(kl.k3)(scores.logp, batch._replace(logp_ref=ref))
     defaults = {} if "ratio" in diagnostics else {"ratio": vmap(ratio)(scores.logp, batch.logp_old, batch.mask)}
     for name, value in (("clip_low", 0.0), ("clip_high", 0.0), ("correction", 1.0)):

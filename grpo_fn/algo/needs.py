@@ -24,9 +24,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from grpo_fn.core.batch import by_group, check_tensor
-from grpo_fn.core.checks import FunctionMisfit
 from grpo_fn.core.partials import function_and_knobs
-from grpo_fn.core.types import Batch, Gains, Groups, Reward, Rollout
+from grpo_fn.core.types import Gains, Groups, Reward, Rollout, Undeclared
 
 PASSES = ("logp_ref", "logp_teacher", "energy")  # forward passes that a step makes for those who declare them
 
@@ -47,23 +46,6 @@ def needs(value: Any) -> frozenset[str]:
     return declared(knobs) if callable(declared) else declared | needs(dict(knobs))
 
 
-def declaration_error(name: str) -> FunctionMisfit:
-    """The error of a function that reads one of PASSES without declaring it."""
-    return FunctionMisfit(
-        f"got a function of step.Algorithm that reads {name} and does not declare it, so the run has none; "
-        f'expected your_function.NEEDS = frozenset({{"{name}"}}) below the function'
-    )
-
-
-def check_declared(loss: Callable[..., tuple[Tensor, dict[str, Tensor]]], micro: Batch) -> None:
-    """Raise ValueError when a loss is not a number because it reads what the algorithm does not declare."""
-    absent = [name for name in ("logp_ref", "logp_teacher") if getattr(micro, name).isnan().all()]
-    zeros = {name: torch.zeros_like(micro.logp_old) for name in absent}
-    if zeros and not loss(batch=micro._replace(**zeros))[0].isnan():
-        others = {name: {k: x for k, x in zeros.items() if k != name} for name in absent}
-        raise declaration_error(next(name for name in absent if loss(batch=micro._replace(**others[name]))[0].isnan()))
-
-
 @dataclass(frozen=True)
 class ScoredStep:
     """A sampled and scored step, as credits see it. A forward pass over its rows is made when one first reads it."""
@@ -80,7 +62,7 @@ class ScoredStep:
     def rows(self, name: str) -> Float[Tensor, "B T"]:
         """logp_old, logp_ref, logp_teacher (nats) or energy of every token."""
         if name in PASSES and name not in self.needs:
-            raise declaration_error(name)
+            Undeclared(name).read()
         if name not in self.results:
             self.results[name] = self.passes[name]()
         if self.results[name] is None:

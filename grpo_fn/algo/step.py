@@ -1,6 +1,5 @@
 """One GRPO step (Shao et al. 2024, arXiv:2402.03300, Algorithm 1, lines 5 to 11) on one page."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -8,17 +7,16 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo import metrics
 from grpo_fn.algo.group_sampling import GroupBatch
-from grpo_fn.algo.needs import ScoredStep, check_declared, needs, token_advantages
+from grpo_fn.algo.needs import ScoredStep, needs, token_advantages
 from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.core import prng
 from grpo_fn.core.batch import (
-    by_group,
     check_reward_shapes,
     check_rollout,
     check_tensor,
@@ -31,10 +29,10 @@ from grpo_fn.core.batch import (
     scatter_rows,
     trim_rows,
 )
-from grpo_fn.core.checks import check_divides, check_positive, check_signal
+from grpo_fn.core.checks import check_divides, check_positive
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals
+from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals, Undeclared
 
 Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
 Span = Callable[[str], AbstractContextManager[object]]
@@ -87,8 +85,7 @@ class Algorithm:
     """The `algorithm` section of a configuration: what makes a GRPO relative. None: that stage is not there.
 
     Raises:
-        ValueError: a number is below 1, prompts do not split into whole minibatches, or more groups with signal are
-            expected than a step has.
+        ValueError: a number is below 1, or prompts do not split into whole minibatches.
     """
 
     objective: Objective  # (scores, batch, totals, gains) -> a micro-batch's share of the loss, and diagnostics
@@ -100,7 +97,6 @@ class Algorithm:
     reweighting: Callable[[Tensor, Batch], Tensor] | None = None  # of a group, each update: (logp now, rows) -> [G T]
     beside: Sequence[Callable[[ScoredStep], Term | None]] = ()  # given tokens to learn from beside the sampled ones
     control: Callable[[Gains, Mapping[str, float]], Gains] | None = None  # moves the coefficients by a step's metrics
-    min_groups_with_signal: int = 1  # that a step needs to be trained on
     prompts: int  # a step
     group_size: int  # samples of each problem
     epochs: int = 1  # passes over one rollout
@@ -111,7 +107,6 @@ class Algorithm:
             group_size=self.group_size, epochs=self.epochs, minibatches=self.minibatches, prompts=self.prompts
         )
         check_divides(self.prompts, self.minibatches)
-        check_signal(self.min_groups_with_signal, self.prompts)
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -150,8 +145,8 @@ def grpo_step(
 ) -> tuple[Experience, Carry, dict[str, float]]:
     """One GRPO step: sample, score, compute advantages, update, sync.
 
-    A step in which fewer than `min_groups_with_signal` groups have a token with an advantage, filters applied, is
-    refused: no update, no KL, no entropy bonus, `train/skipped_step` 1.
+    A step whose credit leaves no token with an advantage, filters applied, is refused: no update, no KL, no entropy
+    bonus, `train/skipped_step` 1.
 
     Args:
         policy: pi_theta, updated in place.
@@ -203,13 +198,13 @@ def grpo_step(
         own_pass = algo.own_pass_suffices and "logp_old" not in scored.results and not policy.dropout
         batch = learning_rows(scored, adv, algo, own_pass=own_pass, key=key)
         terms = [Term(batch, algo.objective, 1.0, sampled=True), *filter(None, (f(scored) for f in algo.beside))]
-        enough = int(groups_to_learn_from(batch, len(adv)).sum()) >= algo.min_groups_with_signal
-        terms[0] = terms[0]._replace(weight=(1.0 - sum(term.share for term in terms)) * enough)
+        refused = without_signal(batch, algo)
+        terms[0] = terms[0]._replace(weight=0.0 if refused else 1.0 - sum(term.share for term in terms))
         batches = zip(*(minibatches(term.batch, algo.minibatches) for term in terms), strict=True)
         updates = [[term._replace(batch=rows) for term, rows in zip(terms, parts, strict=True)] for parts in batches]
         learned = [
             update(policy, reweigh_terms(policy, part, algo), carried.gains, own_pass=own_pass)
-            for _ in range(algo.epochs if enough or len(terms) > 1 else 0)  # given rows are learned from all the same
+            for _ in range(algo.epochs if len(terms) > 1 or not refused else 0)  # given rows are learned from anyway
             for part in updates
         ]
         batch = learned[0].batch if len(learned) == 1 else batch
@@ -231,9 +226,8 @@ def learning_rows(
     for x in keep[1:]:
         check_tensor("step.Algorithm.filters", x, tuple(adv.shape[:2]), torch.bool)
     old = rollout.logp_sampled if own_pass else scored.rows("logp_old")  # the update puts its own in that place
-    none = torch.full_like(old, torch.nan)  # of what no function declares: a loss that reads it ends with an error
-    ref, taught = (scored.rows(name) if name in scored.needs else none for name in ("logp_ref", "logp_teacher"))
-    batch = make_batch(rollout, torch.stack(keep).all(0), adv, old, ref, taught)
+    others = [scored.rows(x) if x in scored.needs else Undeclared(x) for x in ("logp_ref", "logp_teacher")]
+    batch = make_batch(rollout, torch.stack(keep).all(0), adv, old, *others)
     if algo.token_mask is None:
         return batch
     selected = algo.token_mask(batch, row_keys(groups, prng.fold_in(key, MARKING)))
@@ -241,20 +235,19 @@ def learning_rows(
     return batch._replace(selected=selected)
 
 
-def groups_to_learn_from(batch: Batch, groups: int) -> Bool[Tensor, "P"]:
-    """Whether each group has a token with an advantage among those that validity and filters left, [P]."""
-    return by_group(batch.mask & (batch.adv != 0), groups).any(-1).any(-1)
+def without_signal(batch: Batch, algo: Algorithm) -> bool:
+    """Whether a credit gave no advantage to any token that validity and filters left."""
+    return algo.credit is not None and not bool((batch.mask & (batch.adv != 0)).any())
 
 
 def reweigh_terms(policy: Policy, terms: Sequence[Term], algo: Algorithm) -> list[Term]:
     """The terms of an optimizer step, the sampled groups weighed by what the policy says of them now."""
-    sampled, *others = terms
     if algo.reweighting is None:
-        return [sampled, *others]
-    batch = sampled.batch
+        return [*terms]
+    batch = terms[0].batch
     logp = policy.logp(rows_as_rollout(batch))  # before the update, as a group is whole until it is dealt out
     batch = reweigh_groups(batch, logp, len(batch.mask) // algo.group_size, algo.reweighting)
-    return [sampled._replace(batch=batch), *others]
+    return [terms[0]._replace(batch=batch), *terms[1:]]
 
 
 def update(policy: Policy, terms: Sequence[Term], gains: Gains, *, own_pass: bool) -> metrics.UpdateResult:
@@ -278,13 +271,10 @@ def update(policy: Policy, terms: Sequence[Term], gains: Gains, *, own_pass: boo
         scores, pullback = policy.vjp(micro)  # log pi_theta
         if own_pass:
             micro = micro._replace(logp_old=scores.logp.detach())
-        loss = partial(weighted_objective, term=term, totals=totals, gains=gains)
-        signal, (part, diagnostics) = grad_and_value(partial(loss, batch=micro), has_aux=True)(scores)
+        loss = partial(weighted_objective, term=term, batch=micro, totals=totals, gains=gains)
+        signal, (part, diagnostics) = grad_and_value(loss, has_aux=True)(scores)
         pullback(signal)  # theta.grad += J^T dlogp
-        share = float(part)  # the only wait for the device
-        value += share
-        if math.isnan(share):
-            check_declared(partial(loss, scores), micro)
+        value += float(part)  # the only wait for the device
         tokens = metrics.of_tokens(scores, micro, diagnostics) if term.sampled else diagnostics
         figures.append(metrics.diagnose(micro, tokens))
         if term.sampled:
@@ -301,4 +291,4 @@ def weighted_objective(
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "B T"]]]:
     """weight * objective of a micro-batch, a scalar, and the objective's diagnostics of each token, [B, T]."""
     value, diagnostics = objective_value(term.objective, scores, batch, totals, gains)
-    return (value if term.weight == 1.0 else term.weight * value), diagnostics
+    return term.weight * value, diagnostics

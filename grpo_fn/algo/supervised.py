@@ -208,8 +208,7 @@ class Stage:
     prompts: int  # a step, each with one completion
     epochs: int = 1  # passes over the rows of a step
     minibatches: int = 1  # optimizer steps in a pass
-    group_size = 1  # of every stage, so that a loop need not ask which kind of algorithm it has
-    min_groups_with_signal = 0
+    group_size, credit = 1, None  # of every stage, so that a loop need not ask which kind of algorithm it has
 
     def __post_init__(self) -> None:
         check_positive(epochs=self.epochs, minibatches=self.minibatches, prompts=self.prompts)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from grpo_fn.core import prng
 from grpo_fn.core.checks import FunctionMisfit
 from grpo_fn.core.problem import Problem, Turn
-from grpo_fn.core.types import Batch, Groups, Reward, Rollout, Totals
+from grpo_fn.core.types import Batch, Groups, Reward, Rollout, Totals, Undeclared
 
 # -- putting groups together and taking them apart: P prompts with G samples each, whatever the widths of their rows
 
@@ -314,8 +314,8 @@ def make_batch(
     keep: Bool[Tensor, "P G"],
     adv: Float[Tensor, "..."],
     logp_old: Float[Tensor, "B T"],
-    logp_ref: Float[Tensor, "B T"],
-    logp_teacher: Float[Tensor, "B T"],
+    logp_ref: Float[Tensor, "B T"] | Undeclared,
+    logp_teacher: Float[Tensor, "B T"] | Undeclared,
 ) -> Batch:
     """Rows b = p * G + g to learn from, with adv `[P, G, T]`, nothing selected.
 
@@ -334,8 +334,8 @@ def scored_rows(
     keep: Bool[Tensor, "P G"],
     adv: Float[Tensor, "..."],
     logp_old: Float[Tensor, "B T"],
-    logp_ref: Float[Tensor, "B T"],
-    logp_teacher: Float[Tensor, "B T"],
+    logp_ref: Float[Tensor, "B T"] | Undeclared,
+    logp_teacher: Float[Tensor, "B T"] | Undeclared,
 ) -> Batch:
     """The same rows before their advantages are final: whether they are finite is not looked at."""
     rows, width = rollout.tokens.shape
@@ -424,7 +424,8 @@ def minibatches(batch: Batch, parts: int) -> list[Batch]:
     """
     if len(batch.tokens) % parts:
         raise ValueError(f"got {len(batch.tokens)} rows for {parts} minibatches, wanted a multiple")
-    return [Batch(*fields) for fields in zip(*(x.chunk(parts) for x in batch), strict=True)]
+    rows = len(batch.tokens) // parts
+    return [tree_map_only(Tensor, lambda x, first=i * rows: x[first : first + rows], batch) for i in range(parts)]
 
 
 def by_width(
@@ -456,8 +457,8 @@ def trim_rows(batch: Batch, rows: Int[Tensor, "b"]) -> Batch:
     """
     real, rows = rows >= 0, rows.clamp(min=0)
     width = int((lengths(batch.mask[rows]) * real).amax()) if len(rows) else 0
-    taken = Batch(*(x[rows, :width] if x.ndim == 2 else x[rows] for x in batch))
-    return taken if bool(real.all()) else taken._replace(mask=taken.mask & real[:, None])
+    part = tree_map_only(Tensor, lambda x: x[rows, :width], batch)
+    return part if bool(real.all()) else part._replace(mask=part.mask & real[:, None])
 
 
 def scatter_rows(
@@ -484,7 +485,7 @@ def reweigh_groups(
     Returns:
         The rows with other advantages.
     """
-    of_groups = Batch(*(by_group(x, groups) for x in batch))
+    of_groups = tree_map_only(Tensor, lambda x: by_group(x, groups), batch)
     return batch._replace(adv=vmap(reweighting)(by_group(logp, groups), of_groups).flatten(0, 1))
 
 

@@ -24,9 +24,3 @@ def check_divides(prompts: int, minibatches: int) -> None:
         f"prompts {prompts} do not split into {minibatches} minibatches of whole groups: wanted prompts {nearest}, or "
         f"minibatches {closest}"
     )
-
-
-def check_signal(min_groups_with_signal: int, prompts: int) -> None:
-    """Raise ValueError unless a step can have as many groups with signal as it needs."""
-    if not 0 <= min_groups_with_signal <= prompts:
-        raise ValueError(f"min_groups_with_signal: got {min_groups_with_signal}, wanted 0 to prompts, {prompts}")

@@ -8,11 +8,13 @@ One index: `logp[b, t]` is the log-probability of `tokens[b, t]` given `tokens[b
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Never, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils import _pytree
 
+from grpo_fn.core.checks import FunctionMisfit
 from grpo_fn.core.problem import Problem, Turn
 
 
@@ -49,6 +51,42 @@ class Groups(NamedTuple):
     reward: Reward
 
 
+class Undeclared:
+    """Stands for log-probs that no function of the algorithm declares (see `algo.needs`); to read them is an error."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def read(self, *_: object) -> Never:
+        """Raise FunctionMisfit: a function reads what is not there."""
+        raise FunctionMisfit(
+            f"got a function of step.Algorithm that reads {self.name} and does not declare it, so the run has none; "
+            f'expected your_function.NEEDS = frozenset({{"{self.name}"}}) below the function'
+        )
+
+    def __getattr__(self, attribute: str) -> Never:
+        if attribute.startswith("__"):  # Python's own protocols, copying among them, look for what may be missing
+            raise AttributeError(attribute)
+        self.read()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: object, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Never:
+        """Every function of torch and every operator with a tensor comes here."""
+        leaves = _pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, cls))
+        next(x for x in leaves if isinstance(x, cls)).read()
+
+    # Operators without a tensor on the other side: Python looks these up in the class.
+    __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __lt__ = __le__ = __gt__ = __ge__ = read
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rpow__ = read
+    __neg__ = __abs__ = __invert__ = __bool__ = __float__ = __len__ = __iter__ = __getitem__ = read
+
+
+# Without leaves: vmap and tree_map leave it as it is.
+_pytree.register_pytree_node(Undeclared, lambda x: ([], x.name), lambda _, name: Undeclared(name))
+
+
 class Batch(NamedTuple):
     """Rows to learn from. vmapped over its first axis it is one row, whose fields are all `[T]`."""
 
@@ -56,10 +94,8 @@ class Batch(NamedTuple):
     mask: Bool[Tensor, "*B T"]
     logp_sampled: Float[Tensor, "*B T"]
     logp_old: Float[Tensor, "*B T"]
-    logp_ref: Float[Tensor, "*B T"]
-    logp_teacher: Float[
-        Tensor, "*B T"
-    ]  # NaN where the algorithm does not declare it (see `algo.needs`); so is logp_ref
+    logp_ref: Float[Tensor, "*B T"] | Undeclared
+    logp_teacher: Float[Tensor, "*B T"] | Undeclared
     adv: Float[Tensor, "*B T"]  # of each token; anything where ~mask
     selected: Bool[Tensor, "*B T"]  # tokens that the loss is to treat apart, if it does (see `algo.masking`)
     group_tokens: Int[Tensor, "*B T"]  # tokens to learn from in the row's whole group, the same for each of its tokens

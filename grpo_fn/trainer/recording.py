@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo.metrics import sample_advantages
 from grpo_fn.algo.needs import needs
-from grpo_fn.algo.step import Algorithm, Experience, groups_to_learn_from
+from grpo_fn.algo.step import Algorithm, Experience, without_signal
 from grpo_fn.analysis import compare_algorithms, health, token_report
 from grpo_fn.analysis.evaluation import GradedAnswer
 from grpo_fn.analysis.html import token_page
@@ -153,8 +153,7 @@ def token_signals(run: TrainingRun, seen: Experience, gains: Gains) -> tuple[tok
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     special, rows = {*tokenizer.all_special_ids}, run.settings.logging.token_report_rows
     shown = token_report.token_report(seen, signal, figures, decode, special, rows=rows)
-    refused = int(groups_to_learn_from(seen.batch, len(seen.adv)).sum()) < algo.min_groups_with_signal
-    return shown, AS_SAMPLED + REFUSED * refused
+    return shown, AS_SAMPLED + REFUSED * without_signal(seen.batch, algo)
 
 
 def write_signal_page(path: Path, run_dir: Path, step: int, shown: token_report.TokenReport, note: str) -> None:

@@ -1,5 +1,7 @@
 """What a function of a user's own has to declare, and what a run says of one that reads more than it declares."""
 
+import copy
+import pickle
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,7 +17,7 @@ from grpo_fn.algo.needs import ScoredStep, needs
 from grpo_fn.algo.step import AT_THE_START, Algorithm, Experience, grpo_step
 from grpo_fn.core import prng
 from grpo_fn.core.batch import outcome_reward, rows_as_rollout
-from grpo_fn.core.types import Batch, Groups, Reward, Rollout
+from grpo_fn.core.types import Batch, Groups, Reward, Rollout, Undeclared
 
 KEY = prng.key(3, device="cpu")
 TABLE = torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4, 0.2])
@@ -172,12 +174,52 @@ def test_an_objective_that_reads_what_it_does_not_declare_is_refused_before_an_u
     assert (policy.table - target).norm() != (TABLE - target).norm()
 
 
-def test_a_loss_that_is_not_a_number_for_another_reason_is_not_called_undeclared():
-    def broken(logp: Tensor, row: Batch) -> Tensor:
-        return logp * torch.nan
+READS = {  # ways to read log-probs x of the shape of logp, whose value may not even show
+    "compared": lambda logp, x: torch.where(x > logp, 0.0, 1.0) * logp,
+    "compared, the other way round": lambda logp, x: torch.where(logp < x, 0.0, 1.0) * logp,
+    "a condition": lambda logp, x: torch.where(torch.isnan(x), 0.0, logp),
+    "chosen": lambda logp, x: torch.where(logp > 0, x, logp),
+    "a method": lambda logp, x: x.exp() * 0 + logp,
+    "with itself": lambda logp, x: x * x + logp,
+    "negated": lambda logp, x: -x + logp,
+    "from a number": lambda logp, x: 1.0 - x + logp,
+    "indexed": lambda logp, x: x[0] + logp,
+    "stacked": lambda logp, x: torch.stack([logp, x]).sum(0),
+    "detached": lambda logp, x: logp + x.detach(),
+}
 
-    policy, _, _ = run(replace(PLAIN, objective=partial(POLICY, token_loss=broken)))
-    assert policy.table.isnan().any()  # the health of a run looks after that
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("name", ["logp_ref", "logp_teacher"])
+def test_no_way_of_reading_goes_unseen(name, read):
+    def custom(logp: Tensor, row: Batch) -> Tensor:
+        return torch.where(row.mask, read(logp, getattr(row, name)), 0.0)
+
+    refused(replace(PLAIN, objective=partial(POLICY, token_loss=custom)), name)
+    custom.NEEDS = frozenset({name})
+    run(replace(PLAIN, objective=partial(POLICY, token_loss=custom)))
+
+
+@pytest.mark.parametrize("name", ["logp_ref", "logp_teacher"])
+def test_a_token_mask_and_a_reweighting_declare_what_they_read(name):
+    def marked(batch: Batch, key: Tensor) -> Tensor:
+        return batch.mask & (getattr(batch, name) > -1.0)
+
+    def reweighed(logp: Tensor, rows: Batch) -> Tensor:
+        return torch.where(getattr(rows, name) > -1.0, rows.adv, 0.0)
+
+    for change in ({"token_mask": marked}, {"reweighting": reweighed}):
+        refused(replace(PLAIN, **change), name)
+        next(iter(change.values())).NEEDS = frozenset({name})
+        run(replace(PLAIN, **change))
+
+
+def test_undeclared_log_probs_survive_copying_and_pickling():
+    _, experience, _ = run(PLAIN)
+    assert isinstance(experience.batch.logp_ref, Undeclared)
+    for same in (copy.deepcopy(experience.batch), pickle.loads(pickle.dumps(experience.batch))):
+        assert same.logp_teacher.name == "logp_teacher"
+        assert torch.equal(same.adv, experience.batch.adv)
 
 
 # -- declarations
@@ -240,7 +282,7 @@ def test_the_diagnostics_of_a_token_loss_go_before_the_defaults():
 
 def test_a_teacher_that_nothing_reads_is_measured_and_not_learned_from():
     policy, experience, figures = run(PLAIN)
-    assert experience.batch.logp_teacher.isnan().all()
+    assert isinstance(experience.batch.logp_teacher, Undeclared)
     gap = (TEACHER.double().log_softmax(-1) - TABLE.double().log_softmax(-1))[experience.batch.tokens]
     assert figures["teacher/reverse_kl"] == pytest.approx(-float(gap[experience.batch.mask].mean()), abs=1e-6)
     assert policy.steps

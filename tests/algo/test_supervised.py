@@ -154,7 +154,7 @@ class Mixed:
         """The signals of each update on every token, sampled rows first, and the figures."""
         share = partial(supervised.constant_share, mu=mu)
         term = partial(supervised.demonstrations, objective=PLAIN, share=share)
-        numbers = {"prompts": len(self.step.groups.problems), "group_size": 3, "epochs": 1, "min_groups_with_signal": 0}
+        numbers = {"prompts": len(self.step.groups.problems), "group_size": 3, "epochs": 1}
         stages = {
             "group_sampling": partial(as_sampled, self.step.groups),
             "old_logp": partial(old_of, self.step),
@@ -236,17 +236,17 @@ def test_given_rows_stay_out_of_the_figures_of_sampled_ones(seed, prompts, rows)
 
 def test_a_step_without_signal_learns_from_its_given_rows_alone():
     mixed, alone = Mixed(3, 2, 2), Mixed(3, 2, 0)
-    for each in (mixed, alone):  # one group of two has no signal, and two are needed
+    for each in (mixed, alone):
         reward = each.step.groups.reward
-        value = torch.cat([torch.ones_like(reward.value[:1]), reward.value[1:]])
+        value = torch.ones_like(reward.value)
         groups = each.step.groups._replace(reward=outcome_reward(value, reward.valid, reward.parts))
         each.step = each.step._replace(groups=groups)
-    (signal,), figures = mixed.learn(0.5, min_groups_with_signal=2)
+    (signal,), figures = mixed.learn(0.5)
     assert not signal[: mixed.sampled].any()
     assert signal[mixed.sampled :].any()
     assert figures["train/skipped_step"] == 0.0
-    assert alone.learn(0.5, min_groups_with_signal=2)[0] == []
-    assert mixed.learn(0.5, min_groups_with_signal=1)[0][0][: mixed.sampled].any()
+    assert alone.learn(0.5)[0] == []
+    assert Mixed(3, 2, 2).learn(0.5)[0][0][: mixed.sampled].any()
 
 
 def test_demonstrations_are_those_of_the_steps_before_and_their_share_is():

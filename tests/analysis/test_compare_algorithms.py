@@ -40,7 +40,7 @@ def algorithm(
         entropy_bonus=0.0,
     )
     plain = {"objective": f, "credit": partial(credit.outcome, advantage=advantage)}
-    numbers = {"prompts": 3, "group_size": 4, "min_groups_with_signal": 0}
+    numbers = {"prompts": 3, "group_size": 4}
     return Algorithm(**{**plain, **numbers, **changes})
 
 

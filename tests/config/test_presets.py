@@ -24,7 +24,7 @@ from grpo_fn.run import main
 PROJECT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (PROJECT / "gin" / "algo").glob("*.gin"))
 # Knobs of step.Algorithm and of its objective that belong to the run: no preset may switch them off.
-OF_THE_RUN = {"prompts", "group_size", "epochs", "minibatches", "min_groups_with_signal", "old_logp", "control"}
+OF_THE_RUN = {"prompts", "group_size", "epochs", "minibatches", "old_logp", "control"}
 BASE_LINES = 150
 # What is there to be composed and in none of the presets.
 SPARE = {

@@ -193,7 +193,7 @@ def learn(
     """
     groups = step.groups if only is None else select_groups(step.groups, only)
     prompts, group_size = groups.reward.value.shape
-    numbers = {"prompts": prompts, "group_size": group_size, "epochs": 1, "minibatches": 1, "min_groups_with_signal": 0}
+    numbers = {"prompts": prompts, "group_size": group_size, "epochs": 1, "minibatches": 1}
     plain = {"group_sampling": partial(as_sampled, groups), "old_logp": partial(old_of, step), "beside": []}
     policy = TokenPolicy(step, lr, partial(cut, micro_tokens=micro_tokens, devices=devices))
     _, _, figures = algorithm.grpo_step(

@@ -284,13 +284,9 @@ def test_a_group_of_one_is_fine_where_a_teachers_gap_is_learned_from() -> None:
             check(algorithm(credit=value, group_size=1), teacher=TEACHER)
 
 
-def test_without_a_credit_no_group_is_needed_and_no_signal_can_be_asked_for() -> None:
+def test_without_a_credit_no_group_is_needed() -> None:
     for size in (1, 4):
-        check(algorithm(credit=None, group_size=size, min_groups_with_signal=0))
-    refuse(
-        algorithm(credit=None, min_groups_with_signal=3),
-        r"^step\.Algorithm\.min_groups_with_signal: got 3 with advantages that are always 0.*; wanted 0$",
-    )
+        check(algorithm(credit=None, group_size=size))
 
 
 def test_a_credit_that_weighs_a_part_that_there_is_not_is_refused() -> None:

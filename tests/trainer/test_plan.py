@@ -101,17 +101,6 @@ def test_a_sampler_of_nan_is_refused():
 # -- numbers
 
 
-@given(st.integers(-3, 12), st.integers(1, 8))
-def test_a_step_cannot_need_more_signal_than_it_has_groups(min_groups_with_signal, prompts):
-    if 0 <= min_groups_with_signal <= prompts:
-        return checks.check_signal(min_groups_with_signal, prompts)
-    with pytest.raises(
-        ValueError, match=f"min_groups_with_signal: got {min_groups_with_signal}, wanted 0 to prompts, {prompts}"
-    ):
-        checks.check_signal(min_groups_with_signal, prompts)
-    return None
-
-
 @given(st.integers(1, 60), st.integers(1, 60))
 def test_minibatches_divide_the_prompts_or_the_nearest_that_do_are_named(prompts, minibatches):
     if prompts % minibatches == 0:

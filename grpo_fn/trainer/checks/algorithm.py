@@ -148,18 +148,13 @@ def check_sampler_logp(algorithm: Algorithm, max_staleness: int) -> None:
 
 
 def check_group_size(algorithm: Algorithm) -> None:
-    """Raise ValueError for groups of one that are compared within, and for a signal that nothing can give."""
+    """Raise ValueError for groups of one that are compared within."""
     declared = needs(algorithm.credit)
     # A teacher's gap is a signal of its own, unless it only reweighs advantages.
     gap = "logp_teacher" in declared and not any(uses_of(distillation.teacher_reweighted, algorithm.credit))
     if algorithm.group_size == 1 and "groups" in declared and not gap:
         raise ValueError(
             "group_size: got 1 with an advantage that compares within a group (always 0), wanted 2 or more"
-        )
-    if algorithm.min_groups_with_signal > 0 and algorithm.credit is None:
-        raise ValueError(
-            f"step.Algorithm.min_groups_with_signal: got {algorithm.min_groups_with_signal} with advantages that are "
-            "always 0, as there is no credit, so that no step would be trained on; wanted 0"
         )
 
 

@@ -398,7 +398,6 @@ def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trai
         group_sampling=gather,
         prompts=2,
         group_size=3,
-        min_groups_with_signal=0,
     )
     cut = partial(dealt, micro_tokens=100, devices=1)
     policy = TablePolicy(since.table, lr=0.5, reference_table=None, cut=cut)
