@@ -259,54 +259,23 @@ def row_whitened(scored: ScoredStep, *, credit: Credit, eps: float) -> Float[Ten
 
 
 def over_tokens(adv: Float[Tensor, "P G"], mask: Bool[Tensor, "P G T"]) -> Float[Tensor, "P G T"]:
-    """A sample's advantage at each of its sampled tokens, 0 elsewhere.
-
-    Args:
-        adv: advantage of each sample, [P, G].
-        mask: which tokens were sampled, [P, G, T].
-
-    Returns:
-        The advantage of each token, [P, G, T].
-    """
+    """A sample's advantage at each of its sampled tokens, 0 elsewhere."""
     check_tensor("advantage, taken over all groups by vmap", adv, tuple(mask.shape[:2]), torch.float32)
     return torch.where(mask, repeat(adv, "p g -> p g t", t=mask.shape[-1]), 0.0)
 
 
 def first_token(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> Float[Tensor, "*B"]:
-    """The value at each row's first sampled token; at its first column when there is none.
-
-    Args:
-        x: one value a token, [..., T].
-        mask: which tokens were sampled, [..., T].
-
-    Returns:
-        One value a row, [...].
-    """
+    """The value at each row's first sampled token; at its first column when there is none."""
     return x.gather(-1, mask.int().argmax(-1, keepdim=True))[..., 0]
 
 
 def zero_outside_mask(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
-    """The value where `mask`, 0 elsewhere.
-
-    Args:
-        x: one value a token, [..., T].
-        mask: which values to keep, [..., T].
-
-    Returns:
-        The values, [..., T].
-    """
+    """The value where `mask`, 0 elsewhere."""
     return torch.where(mask, x, 0.0)
 
 
 def moments(values: Float[Tensor, "N"]) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Mean and population standard deviation, in float64; 0 of no values, and exactly 0 deviation of equal ones.
-
-    Args:
-        values: the numbers, [N].
-
-    Returns:
-        Mean and std, scalars in float64.
-    """
+    """Mean and population standard deviation, in float64; 0 of no values, and exactly 0 deviation of equal ones."""
     x = values.double()
     if not len(x):
         return x.sum(), x.sum()
@@ -323,15 +292,6 @@ def standardise(
 
     So it stays exactly 0 what the groups of a step leave at 0 when they cancel out: their mean is then 0 but for
     rounding, which among subnormal numbers is absolute. A std of 0 gives 0 everywhere, nan gives nan.
-
-    Args:
-        x: one value a token, [..., T].
-        mean: to be subtracted, a scalar.
-        std: to be divided by, a scalar.
-        eps: added to the std, in units of x.
-
-    Returns:
-        The standardised values, [..., T], dimensionless.
     """
     far, limits = x.double() - mean, torch.finfo(x.dtype)
     near = far.abs() <= (64 * limits.eps * std).clamp(min=limits.tiny)

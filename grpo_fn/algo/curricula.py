@@ -166,16 +166,7 @@ def progress_bandit(
 def step_means(
     arms: Int[Tensor, "N"], values: Float[Tensor, "N"], count: int
 ) -> tuple[Float[Tensor, "A"], Int[Tensor, "A"]]:
-    """The mean of each arm's values in a step, and how many there are; 0 where there is none.
-
-    Args:
-        arms: arm of each value, [N].
-        values: pass rates or what is made of them, [N].
-        count: arms, A.
-
-    Returns:
-        (means [A], numbers of values [A]).
-    """
+    """The mean of each arm's values in a step, and how many there are; 0 where there is none."""
     number = arms.bincount(minlength=count)
     total = torch.zeros(count, dtype=torch.float64).index_add(0, arms, values.to(torch.float64))
     return total / number.clamp(min=1), number
@@ -188,18 +179,7 @@ def average_rates(
     number: Int[Tensor, "A"],
     decay: float,
 ) -> Float[Tensor, "A"]:
-    """decay * average + (1 - decay) * mean where an arm was asked in the step; its first mean as it is.
-
-    Args:
-        average: before the step, [A].
-        asked: problems that each arm was asked before the step, [A].
-        mean: of the step, [A].
-        number: problems that each arm was asked in the step, [A].
-        decay: weight of the average.
-
-    Returns:
-        The average after the step, [A].
-    """
+    """decay * average + (1 - decay) * mean where an arm was asked in the step; its first mean as it is."""
     moved = torch.where(asked > 0, decay * average + (1 - decay) * mean, mean)
     return torch.where(number > 0, moved, average)
 
@@ -208,14 +188,6 @@ def spread_choice(weights: Float[Tensor, "A"], key: Int[Tensor, "2"], count: int
     """`count` arms in proportion to weights, in random order; an arm's number is its share rounded up or down.
 
     Systematic sampling: draw j is where (j + u) / count falls among the cumulated weights, with one uniform u.
-
-    Args:
-        weights: from 0 up, not all 0, [A].
-        key: random key, [2].
-        count: draws, N.
-
-    Returns:
-        The arms, int64 [N].
     """
     place, order = prng.split(key, 2)
     u = prng.uniform(place, 1, dtype=torch.float64, low=0.0, high=1.0)

@@ -29,19 +29,7 @@ class Curriculum:
 
 
 def begin_curriculum(curriculum: Curriculum, arms: int, key: Int[Tensor, "2"]) -> CurriculumState:
-    """The state before the first step.
-
-    Args:
-        curriculum: how arms are chosen.
-        arms: of the task, A.
-        key: random key of the choices, [2].
-
-    Returns:
-        The state: no arm has had a turn.
-
-    Raises:
-        ValueError: for a task without arms, and what the curriculum raises.
-    """
+    """The state before the first step: no arm has had a turn. Raises ValueError for a task without arms."""
     if arms < 1:
         raise ValueError(
             "train.train.curriculum: got a task without arms to choose among, wanted one that has them: "
@@ -61,19 +49,8 @@ def sample_and_follow(
 ) -> GroupBatch:
     """As `group_sampling`, and the curriculum's state moved on by all that was sampled for the step.
 
-    Args:
-        explore: (first, count) -> groups, as in `algo.group_sampling`.
-        carried: what the step before left, with the state of its curriculum.
-        prompts: groups to learn from in a step.
-        group_sampling: which groups to learn from; None: the next, whatever comes of them.
-        curriculum: how arms are chosen.
-        labels: of the arms, for the metrics.
-
-    Returns:
-        What `group_sampling` found, with the next step's state and its metrics.
-
-    Raises:
-        ValueError: where the curriculum returns what it must not.
+    Without a `group_sampling` the next groups are learned from, whatever comes of them. `labels` name the arms in the
+    metrics. Raises ValueError where the curriculum returns what it must not.
     """
     if group_sampling is None:
         groups = explore(carried.drawn, prompts)
@@ -98,21 +75,8 @@ def choose_uids(
     """The uids of draws first, ..., first + count - 1, each a turn of an arm that it had not before.
 
     Draws are chosen in batches of `count` from `drawn` on, each with a key of its own, by the state before the step: so
-    it does not matter whether the batches before were asked for in this call or in others.
-
-    Args:
-        curriculum: how arms are chosen.
-        state: what the step before left.
-        key: random key of the choices, [2].
-        drawn: draws before the step.
-        first: number of the first draw, a multiple of `count` after `drawn`.
-        count: draws.
-
-    Returns:
-        `count` uids.
-
-    Raises:
-        ValueError: where the curriculum chooses what is no arm.
+    it does not matter whether the batches before were asked for in this call or in others. Raises ValueError where the
+    curriculum chooses what is no arm.
     """
     turns = state.turns.tolist()
     uids: list[int] = []
@@ -126,19 +90,7 @@ def choose_uids(
 
 
 def check_arms(chosen: object, count: int, arms: int) -> list[int]:
-    """The chosen arms as integers.
-
-    Args:
-        chosen: what a curriculum's `select` returned.
-        count: arms that it was asked for.
-        arms: arms that there are.
-
-    Returns:
-        `count` integers in 0 .. arms - 1.
-
-    Raises:
-        ValueError: unless they are so many integers in that range.
-    """
+    """The chosen arms as integers. Raises ValueError unless they are `count` integers in 0 .. arms - 1."""
     got = f"{chosen.dtype} of shape {[*chosen.shape]}" if isinstance(chosen, Tensor) else type(chosen).__name__
     if not isinstance(chosen, Tensor) or chosen.dtype != torch.int64 or chosen.shape != (count,):
         raise ValueError(f"curriculum.select: got {got}, wanted torch.int64 of shape [{count}]")
@@ -153,17 +105,7 @@ def update_curriculum(
 ) -> CurriculumState:
     """The state of the next step. Problems of which no sample could be scored count as asked, and say nothing.
 
-    Args:
-        curriculum: how arms are chosen.
-        state: what the step before left.
-        uids: of the P problems that this step sampled.
-        rates: pass rate of each, [P]; NaN where it is not known.
-
-    Returns:
-        The state of the next step.
-
-    Raises:
-        ValueError: where the curriculum returns arrays of other names, shapes or dtypes than before.
+    Raises ValueError where the curriculum returns arrays of other names, shapes or dtypes than before.
     """
     arms = torch.tensor([uid % len(state.turns) for uid in uids], dtype=torch.int64)
     rates = rates.detach().to("cpu", torch.float64)
@@ -174,16 +116,7 @@ def update_curriculum(
 
 
 def check_arrays(got: Arrays, wanted: Arrays, what: str) -> None:
-    """Check that arrays have the names, shapes and dtypes of others.
-
-    Args:
-        got: the arrays.
-        wanted: those that they are to be like.
-        what: where they come from, for the message.
-
-    Raises:
-        ValueError: where they differ.
-    """
+    """Raise ValueError unless arrays have the names, shapes and dtypes of others; `what` made them."""
     shown = [{name: f"{x.dtype} {[*x.shape]}" for name, x in some.items()} for some in (got, wanted)]
     if shown[0] != shown[1]:
         raise ValueError(f"{what}: got arrays {shown[0]}, wanted {shown[1]}")
@@ -199,16 +132,8 @@ def curriculum_figures(
 ) -> dict[str, float]:
     """Metrics of a step of a curriculum: `curriculum/share/<label>` and `curriculum/pass_rate/<label>`, and its own.
 
-    Args:
-        curriculum: how arms are chosen.
-        labels: of the arms; arms of one label, such as the rows of a level, are counted together.
-        before: the state before the step.
-        after: the state after it.
-        uids: of the P problems that the step sampled.
-        rates: pass rate of each, [P]; NaN where it is not known.
-
-    Returns:
-        Metrics by name. A pass rate is missing where no problem of the label was asked and could be scored.
+    Arms of one label, such as the rows of a level, are counted together. A pass rate is missing where no problem of the
+    label was asked and could be scored.
     """
     found: dict[str, float] = {}
     asked = [labels[uid % len(labels)] for uid in uids]

@@ -317,18 +317,7 @@ masked_ratio.NEEDS = frozenset({"logp_sampled"})
 
 
 def sampled_values(x: Float[Tensor, "*T"], row: Batch) -> Float[Tensor, "T"]:
-    """The value where the row's mask is set, 0 elsewhere.
-
-    Args:
-        x: one value a token, [T].
-        row: the row, each field [T].
-
-    Returns:
-        The values, [T].
-
-    Raises:
-        ValueError: the row is a batch.
-    """
+    """The value where the row's mask is set, 0 elsewhere. Raises ValueError for a batch in the place of a row."""
     if row.mask.ndim != 1:
         raise ValueError(
             f"loss: got a mask of shape {tuple(row.mask.shape)}, wanted that of one row, [T]: torch.func.vmap takes "
@@ -338,16 +327,7 @@ def sampled_values(x: Float[Tensor, "*T"], row: Batch) -> Float[Tensor, "T"]:
 
 
 def loss_diagnostics(r: Tensor, low: Tensor | bool, high: Tensor | bool) -> dict[str, Float[Tensor, "T"]]:
-    """The diagnostics that every token loss returns: "ratio", "clip_low" and "clip_high".
-
-    Args:
-        r: importance ratio of each token, [T].
-        low: where the lower clip takes the advantage's gradient away, [T].
-        high: where the upper clip does, [T].
-
-    Returns:
-        The three, [T] each; the clips 0 or 1.
-    """
+    """The diagnostics that every token loss returns: "ratio", "clip_low" and "clip_high"."""
     low, high = (torch.zeros_like(r).masked_fill(torch.as_tensor(x, device=r.device), 1.0) for x in (low, high))
     return {"ratio": r, "clip_low": low, "clip_high": high}
 
@@ -374,14 +354,6 @@ def log_ratio(
 
     Whatever stands behind the mask, infinities and nan included, changes neither the value nor a gradient: the choice
     is made before anything multiplies, so no 0 * inf arises on the way back.
-
-    Args:
-        logp: log-probs under the policy, [..., T], in nats.
-        base: log-probs under what it is compared with, [..., T], in nats.
-        mask: which tokens were sampled, [..., T].
-
-    Returns:
-        The log-ratios, [..., T], in nats.
     """
     return torch.where(mask, logp - base, 0.0)
 
@@ -391,12 +363,6 @@ def capped_exp(log_r: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
 
     Beyond, `exp` overflows, and inf * 0 in a product with a zero advantage would be nan. Half of the range leaves space
     for a product of two ratios. The gradient there is zero: one such token would outweigh all others together.
-
-    Args:
-        log_r: log-ratios, [..., T], in nats.
-
-    Returns:
-        The log-ratios clamped from above, [..., T], in nats.
     """
     return log_r.clamp(max=math.log(torch.finfo(log_r.dtype).max) / 2 - 1)
 
@@ -404,14 +370,5 @@ def capped_exp(log_r: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
 def ratio(
     logp: Float[Tensor, "*B T"], base: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
 ) -> Float[Tensor, "*B T"]:
-    """r = exp(logp - base) where `mask`, 1 elsewhere; always finite for finite inputs.
-
-    Args:
-        logp: log-probs under the policy, [..., T], in nats.
-        base: log-probs under what it is compared with, [..., T], in nats.
-        mask: which tokens were sampled, [..., T].
-
-    Returns:
-        The ratios, [..., T], dimensionless.
-    """
+    """r = exp(logp - base) where `mask`, 1 elsewhere; always finite for finite inputs."""
     return capped_exp(log_ratio(logp, base, mask)).exp()

@@ -103,77 +103,32 @@ outlier_row.NEEDS = frozenset({"trainer_logp"})
 
 
 def k1_divergence(log_w: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """-log w, which is above 0 where the trainer finds a token less likely than the sampler did.
-
-    Args:
-        log_w: logp_old - logp_sampled, [T], in nats.
-
-    Returns:
-        The divergence of each token, [T], in nats.
-    """
+    """-log w, which is above 0 where the trainer finds a token less likely than the sampler did."""
     return -log_w
 
 
 def k2_divergence(log_w: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """(log w)^2 / 2.
-
-    Args:
-        log_w: logp_old - logp_sampled, [T], in nats.
-
-    Returns:
-        The divergence of each token, [T], in nats squared.
-    """
+    """(log w)^2 / 2."""
     return log_w**2 / 2
 
 
 def k3_divergence(log_w: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """w - 1 - log w, at least 0.
-
-    Args:
-        log_w: logp_old - logp_sampled, [T], in nats.
-
-    Returns:
-        The divergence of each token, [T], in nats.
-    """
+    """w - 1 - log w, at least 0."""
     return torch.expm1(capped_exp(log_w)) - log_w
 
 
 def row_sum(x: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, ""]:
-    """The sum over the sampled tokens of a row.
-
-    Args:
-        x: one value a token, [T].
-        mask: which tokens were sampled, [T].
-
-    Returns:
-        The sum, a scalar.
-    """
+    """The sum over the sampled tokens of a row."""
     return torch.where(mask, x, 0.0).sum()
 
 
 def row_mean(x: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, ""]:
-    """The mean over the sampled tokens of a row; 0 of none.
-
-    Args:
-        x: one value a token, [T].
-        mask: which tokens were sampled, [T].
-
-    Returns:
-        The mean, a scalar.
-    """
+    """The mean over the sampled tokens of a row; 0 of none."""
     return masked.mean(x, mask, dim=-1)
 
 
 def row_max(x: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, ""]:
-    """The value furthest from 0 among the sampled tokens of a row, with its sign; 0 of none.
-
-    Args:
-        x: one value a token, [T].
-        mask: which tokens were sampled, [T].
-
-    Returns:
-        The value, a scalar.
-    """
+    """The value furthest from 0 among the sampled tokens of a row, with its sign; 0 of none."""
     kept = torch.where(mask, x, 0.0)
     least, most = kept.amin(), kept.amax()
     return torch.where(-least > most, least, most)

@@ -81,15 +81,7 @@ group_in_group.NEEDS = frozenset({"groups"})
 
 
 def discounted_returns(reward: Reward, *, gamma: float) -> Float[Tensor, "P G K"]:
-    """R_gk = sum_{j >= k} gamma^(j - k) r_gj, from the last turn to the first.
-
-    Args:
-        reward: rewards of the step; `turns` [P, G, K], 0 where a row has no such turn.
-        gamma: discount a turn.
-
-    Returns:
-        The return from each turn on, [P, G, K].
-    """
+    """R_gk = sum_{j >= k} gamma^(j - k) r_gj, from the last turn to the first."""
     to_come = torch.zeros_like(reward.value)
     returns = []
     for gained in reversed(reward.turns.unbind(-1)):
@@ -99,31 +91,14 @@ def discounted_returns(reward: Reward, *, gamma: float) -> Float[Tensor, "P G K"
 
 
 def turns_taken(reward: Reward) -> Bool[Tensor, "P G K"]:
-    """The turns that there are of valid samples.
-
-    Args:
-        reward: rewards of the step.
-
-    Returns:
-        True for such a turn, [P, G, K].
-    """
+    """The turns that there are of valid samples."""
     return (reward.states >= 0) & reward.valid[..., None]
 
 
 def by_state(
     returns: Float[Tensor, "P G K"], taken: Bool[Tensor, "P G K"], states: Int[Tensor, "P G K"], advantage: Advantage
 ) -> Float[Tensor, "P G K"]:
-    """The advantage of each turn among the turns of its prompt's group that begin in the same state.
-
-    Args:
-        returns: of each turn, [P, G, K].
-        taken: which turns there are, [P, G, K].
-        states: number of the state that each turn began in, [P, G, K].
-        advantage: (reward [N], valid [N]) -> [N], for the N = G * K turns of a prompt, valid those in one state.
-
-    Returns:
-        The advantages, [P, G, K]; 0 where there is no turn.
-    """
+    """The advantage of each turn among the turns of its prompt's group that begin in the same state."""
     worth, there, state = (x.flatten(1) for x in (returns, taken, states))
     size = worth.shape[-1]
 
@@ -139,15 +114,7 @@ def by_state(
 
 
 def turns_over_tokens(adv: Float[Tensor, "P G K"], mask: Bool[Tensor, "P G T"]) -> Float[Tensor, "P G T"]:
-    """A turn's advantage at each of its sampled tokens, 0 elsewhere; tokens beyond the last turn are that one's.
-
-    Args:
-        adv: advantage of each turn, [P, G, K].
-        mask: which tokens were sampled, [P, G, T].
-
-    Returns:
-        The advantage of each token, [P, G, T].
-    """
+    """A turn's advantage at each of its sampled tokens, 0 elsewhere; tokens beyond the last turn are that one's."""
     begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[..., :-1]
     turn = (begins.long().cumsum(-1) - 1).clamp(0, adv.shape[-1] - 1)
     return torch.where(mask, adv.gather(-1, turn), 0.0)

@@ -220,15 +220,7 @@ def future_weighted(
 
 
 def discounted_to_go(x: Float[Tensor, "T"], *, decay: float) -> Float[Tensor, "T"]:
-    """sum_{s >= t} decay^(s - t) x_s for each t, in pieces of 128 columns: two small products instead of [T, T].
-
-    Args:
-        x: one value a token, [T].
-        decay: what one token's distance multiplies with, 0 to 1.
-
-    Returns:
-        The sums, [T].
-    """
+    """sum_{s >= t} decay^(s - t) x_s for each t, in pieces of 128 columns: two small products instead of [T, T]."""
     length = x.shape[-1]
     pieces = F.pad(x, (0, -length % CHUNK)).unflatten(-1, (-1, CHUNK))
     within = pieces @ _powers(CHUNK, decay, like=x).T  # to the end of the piece

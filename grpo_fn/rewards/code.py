@@ -82,12 +82,6 @@ def program_of(text: str) -> str:
 
     A fence is a line of at least three backquotes or tildes, closed by a line of as many of the same, or by the end of
     the text. A block loses the indentation of its fence.
-
-    Args:
-        text: text of a completion.
-
-    Returns:
-        The program's source; "" for an empty text or block.
     """
     blocks = list(_blocks(text.splitlines(keepends=True)))
     marked = [code for language, code in blocks if language.lower() in _PYTHON]
@@ -119,19 +113,7 @@ class _Tests(NamedTuple):
 
 
 def run_against_tests(problem: Problem, completion: Completion, run: Runner) -> Ran | None:
-    """The run of a completion's program against the problem's tests.
-
-    Args:
-        problem: the problem, as in `all_tests_pass`.
-        completion: the completion that holds the program.
-        run: runs a program against its tests: `sandbox.run_program` with its knobs.
-
-    Returns:
-        What the sandbox found; None for a problem without tests, or with tests that do not parse.
-
-    Raises:
-        Exception: what `run` raises when it cannot run.
-    """
+    """The run of a completion's program against the tests; None where there are none, or they do not parse."""
     tests = tuple(problem.meta.get("tests", ()))
     judged = _judged(tests, problem.meta.get("setup", ""), problem.answer)
     if not tests or judged is None:

@@ -80,13 +80,6 @@ def with_turns(reward: Reward, completions: Sequence[Completion]) -> Reward:
     """The reward of episodes: the same, and what the environment gave at every turn.
 
     A sample with a turn that could not be scored is invalid. States are numbered as they come.
-
-    Args:
-        reward: of the P * G samples, without turns.
-        completions: the samples, in the order of the rows.
-
-    Returns:
-        The reward; as it was where no sample has turns.
     """
     most = max((len(completion.turns) for completion in completions), default=0)
     if not most:
@@ -105,14 +98,7 @@ def with_turns(reward: Reward, completions: Sequence[Completion]) -> Reward:
 
 
 def completions_of(rollout: Rollout) -> list[Completion]:
-    """Every row's text, its length in sampled tokens, whether it ran into a limit, and its turns.
-
-    Args:
-        rollout: B rows.
-
-    Returns:
-        B completions, in the order of the rows.
-    """
+    """Every row's text, its length in sampled tokens, whether it ran into a limit, and its turns."""
     lengths, truncated = rollout.mask.sum(-1).tolist(), rollout.truncated.tolist()
     turns = rollout.turns or ((),) * len(rollout.text)
     return [Completion(*row) for row in zip(rollout.text, lengths, truncated, turns, strict=True)]
@@ -125,16 +111,8 @@ TAKEN = {"mean", "std", "min", "max", "correct_rate", "invalid"}
 def part_names(parts: Sequence[RewardFn]) -> list[str]:
     """The functions' names, `module.name` where two share one or the name is taken; an object has its class's name.
 
-    A wrapper goes by the name of what it wraps, as `unwrap_reward` has it.
-
-    Args:
-        parts: reward functions.
-
-    Returns:
-        A name for each of them, all different.
-
-    Raises:
-        ValueError: when two parts are one function.
+    A wrapper goes by the name of what it wraps, as `unwrap_reward` has it. Raises ValueError when two
+    parts are one function.
     """
     bare = [unwrap_reward(fn) for fn in parts]
     short = [getattr(fn, "__name__", type(fn).__name__) for fn in bare]

@@ -68,18 +68,6 @@ def answer_tags_by_prompt(problem: Problem, completion: Completion, *, tags: Seq
     return _well_tagged(f"<{tags[0]}>{completion.text}" if tags else "", completion.truncated, tags)
 
 
-def has_box(text: str) -> bool:
-    r"""Test for an opened `\boxed{`, closed or not.
-
-    Args:
-        text: any text.
-
-    Returns:
-        True iff it holds `\boxed{` or `\fbox{`.
-    """
-    return _OPENING.search(text) is not None
-
-
 def last_box(text: str) -> str | None:
     r"""Content of the last `\boxed{`; None when there is none or the last one never closes.
 

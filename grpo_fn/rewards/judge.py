@@ -120,15 +120,7 @@ class Judge:
         raise TypeError(f"judge {self.name}: got a call, wanted its rows scored by a reward pool, which sends requests")
 
     def question(self, problem: Problem, completion: Completion) -> JudgeQuestion:
-        """What is asked about a completion; of an episode, about all its turns.
-
-        Args:
-            problem: its prompt and answer may be shown.
-            completion: what is judged.
-
-        Returns:
-            The question.
-        """
+        """What is asked about a completion; of an episode, about all its turns."""
         said = transcript(completion.text, completion.turns)
         fence, mark = (word_of(use, problem.prompt, said) for use in ("text", "verdict"))
         shown = {

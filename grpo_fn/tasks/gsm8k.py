@@ -34,14 +34,7 @@ def task(*, data: str, template: str, test_size: int) -> Task:
 
 
 def gsm8k_answer(answer: str) -> str | None:
-    """The final answer of a published solution: the text after its last `####`, without thousands commas.
-
-    Args:
-        answer: the `answer` field of a row.
-
-    Returns:
-        The answer; None where nothing follows, or there is no `####`.
-    """
+    """The text after the last `####` of a published solution, without thousands commas; None where there is none."""
     return answer.rpartition("####")[2].replace(",", "").strip() or None if "####" in answer else None
 
 

@@ -80,14 +80,7 @@ def arms(*, tasks: Mapping[str, Callable[[], Task]]) -> Task:
 def whole_counts(weights: Sequence[int | float]) -> tuple[int, ...]:
     """The smallest whole numbers in the ratio of the weights; a float counts as the decimal it is printed as.
 
-    Args:
-        weights: finite numbers from 0 up, not all of them 0.
-
-    Returns:
-        Draws of each part in a block.
-
-    Raises:
-        ValueError: for other weights, and when the numbers add up to more than `LARGEST_BLOCK`.
+    Raises ValueError for other weights, and when the numbers add up to more than `LARGEST_BLOCK`.
     """
     numbers = all(isinstance(weight, int | float) and isfinite(weight) and weight >= 0 for weight in weights)
     if not numbers or not any(weights):
@@ -105,16 +98,7 @@ def whole_counts(weights: Sequence[int | float]) -> tuple[int, ...]:
 
 
 def part_at(key: Tensor, index: int, counts: tuple[int, ...]) -> tuple[int, int]:
-    """The part that is drawn at `index` of the stream under `key`, and its place in its own stream.
-
-    Args:
-        key: key of the order of the stream.
-        index: place in the stream, from 0.
-        counts: draws of each part in a block.
-
-    Returns:
-        (number of the part, draws that it had before).
-    """
+    """The part that is drawn at `index` of the stream under `key`, and its place in its own stream."""
     block, there = divmod(index, sum(counts))
     at_once = -(-_AT_ONCE // sum(counts))
     part, before = _blocks(frozen_key(key), block // at_once, at_once, counts)[block % at_once][there]

@@ -91,14 +91,7 @@ def task(
 
 
 def kinds() -> list[str]:
-    """The kinds of problems that the library has, `composite` apart, which is a mixture of the others.
-
-    Returns:
-        Their names, sorted.
-
-    Raises:
-        ValueError: without the library.
-    """
+    """The kinds of problems that the library has, `composite` apart, which is a mixture of the others."""
     return sorted({*_library("factory").DATASETS} - {"composite"})
 
 

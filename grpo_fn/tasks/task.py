@@ -115,18 +115,7 @@ def filter_rows(task: Task, predicate: Predicate) -> tuple[Task, int]:
 
 
 def first(task: Task, test_size: int) -> Task:
-    """The task with the first `test_size` of its held-out problems.
-
-    Args:
-        task: the task.
-        test_size: held-out problems to keep; 0 and more than there are both mean all of them.
-
-    Returns:
-        The task.
-
-    Raises:
-        ValueError: for a test_size below 0.
-    """
+    """The task with the first `test_size` of its held-out problems; 0 and more than there are both mean all of them."""
     if test_size < 0:
         raise ValueError(f"test_size: got {test_size}, wanted 0 for all held-out problems, or how many")
     return task._replace(test=task.test[: test_size or None])
@@ -138,13 +127,6 @@ def sample_tests(task: Task, count: int) -> Task:
     Problems are alike in their `STRATA`. Every kind gives its first problem before any gives a second, the largest kind
     first; then each gives in proportion to its size, from its front. So a smaller count takes some of what a larger one
     takes. A note says how many of each kind are left where there are several.
-
-    Args:
-        task: the task.
-        count: held-out problems to keep; as many as there are, or more, keeps all.
-
-    Returns:
-        The task, its held-out problems with the uids they had.
     """
     if count >= len(task.test):
         return task
@@ -171,114 +153,48 @@ def _kind(problem: Problem) -> tuple[str, ...]:
 
 
 def with_notes(task: Task, *lines: str) -> Task:
-    """The task with more lines for the log.
-
-    Args:
-        task: the task.
-
-    Returns:
-        The task; its `notes` end with `lines`.
-    """
+    """The task with more lines for the log."""
     return task._replace(notes=(*task.notes, *lines))
 
 
 def number_rows(rows: Sequence[Problem]) -> tuple[Problem, ...]:
-    """The rows, each with its place in `meta["row"]` unless it has a number already.
-
-    Args:
-        rows: training problems.
-
-    Returns:
-        The same problems in the same order.
-    """
+    """The rows, each with its place in `meta["row"]` unless it has a number already."""
     return tuple(problem._replace(meta={"row": i, **problem.meta}) for i, problem in enumerate(rows))
 
 
 def number_tests(test: Sequence[Problem]) -> tuple[Problem, ...]:
-    """The held-out problems with uids `TEST_UID, TEST_UID + 1, ...` in their given order.
-
-    Args:
-        test: held-out problems.
-
-    Returns:
-        The same problems in the same order.
-    """
+    """The held-out problems with uids `TEST_UID, TEST_UID + 1, ...` in their given order."""
     return tuple(problem._replace(uid=TEST_UID + i) for i, problem in enumerate(test))
 
 
 def train_problems(task: Task, key: Tensor, start: int, count: int) -> tuple[Problem, ...]:
-    """Training problems `start, ..., start + count - 1` of the stream under `key`.
-
-    Args:
-        task: the task.
-        key: key of the stream.
-        start: index of the first one.
-        count: problems.
-
-    Returns:
-        `count` problems.
-    """
+    """Training problems `start, ..., start + count - 1` of the stream under `key`."""
     return tuple(task.train(key, index) for index in range(start, start + count))
 
 
 def normalize_prompt(prompt: str) -> str:
-    """The prompt with every run of white space as one space, to compare prompts.
-
-    Args:
-        prompt: text of a prompt.
-
-    Returns:
-        The text to compare.
-    """
+    """The prompt with every run of white space as one space, to compare prompts."""
     return " ".join(prompt.split())
 
 
 def place_of(problem: Problem) -> str:
-    """A row's place, for people: its part of a mixture and its source, if it has them, and its number.
-
-    Args:
-        problem: a problem, with some of `task`, `source` and `row` in `meta`.
-
-    Returns:
-        These, with a space between them.
-    """
+    """A row's place, for people: its part of a mixture and its source, if it has them, and its number."""
     return " ".join(str(problem.meta[name]) for name in ("task", "source", "row") if name in problem.meta)
 
 
 def list_places(places: Sequence[str]) -> str:
-    """The first ten places, and how many more there are.
-
-    Args:
-        places: names of places, any number.
-
-    Returns:
-        A list for a message; "" for none.
-    """
+    """The first ten places, and how many more there are."""
     shown = ", ".join(places[:10])
     return f"{shown} and {len(places) - 10} more" if len(places) > 10 else shown
 
 
 def frozen_key(key: Tensor) -> FrozenKey:
-    """A key as a hashable value, for caches; `thawed_key` turns it back.
-
-    Args:
-        key: a key of `prng`.
-
-    Returns:
-        (the key's words, its dtype).
-    """
+    """A key as a hashable value, for caches; `thawed_key` turns it back."""
     return tuple(key.tolist()), key.dtype
 
 
 def thawed_key(frozen: FrozenKey) -> Tensor:
-    """The CPU key that `frozen_key` froze.
-
-    Args:
-        frozen: what `frozen_key` gave.
-
-    Returns:
-        The key, on the CPU.
-    """
+    """The CPU key that `frozen_key` froze."""
     words, dtype = frozen
     return torch.tensor(words, dtype=dtype)
 
@@ -320,46 +236,20 @@ def _order(frozen: FrozenKey, epoch: int, size: int) -> Tensor:
 
 
 def check_template(template: str, names: Sequence[str]) -> None:
-    r"""Check that the template holds `{name}` for each of `names`.
-
-    Args:
-        template: text of a prompt; braces that are none of these stand for themselves, as in `\boxed{}`.
-        names: fields that it has to hold.
-
-    Raises:
-        ValueError: when one is missing.
-    """
+    """Raise ValueError unless the template holds `{name}` for each of `names`."""
     for name in names:
         if f"{{{name}}}" not in template:
             raise ValueError(f"template: got {template!r}, wanted one that holds {{{name}}}")
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:
-    """The template with every `{name}` replaced by its value, once: what a value says is not looked at again.
-
-    Args:
-        template: text of a prompt, with `{name}` for each field.
-        values: text of each field, by name.
-
-    Returns:
-        The prompt.
-    """
+    """The template with every `{name}` replaced by its value, once: what a value says is not looked at again."""
     places = "|".join(re.escape(f"{{{name}}}") for name in values)
     return re.sub(places, lambda found: values[found.group()[1:-1]], template)
 
 
 def drop_unanswered(task: Task) -> Task:
-    """The task without the training rows whose answer is empty: no completion of theirs could be scored.
-
-    Args:
-        task: a task with rows.
-
-    Returns:
-        The task, with a note when rows were left out.
-
-    Raises:
-        ValueError: when no row is left.
-    """
+    """The task without the training rows whose answer is empty: no completion of theirs could be scored."""
     without = [place_of(problem) for problem in task.rows if not problem.answer]
     if not without:
         return task
@@ -368,17 +258,7 @@ def drop_unanswered(task: Task) -> Task:
 
 
 def all_answered(test: Sequence[Problem]) -> Sequence[Problem]:
-    """The held-out problems themselves, all of them with an answer: a benchmark is whole.
-
-    Args:
-        test: held-out problems.
-
-    Returns:
-        The same problems.
-
-    Raises:
-        ValueError: when an answer is empty, with the places of those problems.
-    """
+    """The held-out problems themselves, all of them with an answer: a benchmark is whole. Raises ValueError."""
     without = [place_of(problem) for problem in number_rows(test) if not problem.answer]
     if without:
         raise ValueError(f"held-out rows: got no answer in {list_places(without)} (counted from 0), wanted one in each")
@@ -386,14 +266,7 @@ def all_answered(test: Sequence[Problem]) -> Sequence[Problem]:
 
 
 def drop_duplicates(rows: Sequence[Problem]) -> tuple[list[Problem], tuple[str, ...]]:
-    """The rows without those that repeat the prompt and the answer of an earlier one, and a note if there are any.
-
-    Args:
-        rows: training problems.
-
-    Returns:
-        (the rows that are left, in their order; notes for the task).
-    """
+    """The rows without those that repeat the prompt and the answer of an earlier one, and a note if there are any."""
     left: dict[tuple[str, str], Problem] = {}
     again = [place_of(row) for row in rows if left.setdefault((row.prompt, row.answer), row) is not row]
     notes = (f"left out {len(again)} rows that repeat an earlier one: {list_places(again)}",) if again else ()
@@ -418,18 +291,7 @@ def drawn_task(
     The held-out ones are the first `test_size` of different content that a fixed key draws; so a larger test_size
     extends a smaller one. A training problem with the content of one of them is drawn again.
 
-    Args:
-        make: numbers in [0, 1) -> the problem; any uid.
-        content: what is asked, without the words.
-        width: how many numbers a problem takes.
-        contents: how many contents there are.
-        test_size: held-out problems.
-
-    Returns:
-        The task; an epoch is as many problems as there are contents that are not held out.
-
-    Raises:
-        ValueError: for a test_size below 1 or above half of the contents.
+    Raises ValueError for a test_size below 1 or above half of the contents.
     """
     if not 1 <= test_size <= contents // 2:
         raise ValueError(f"test_size: got {test_size}, wanted 1 to {contents // 2}, half of the {contents} contents")
@@ -445,16 +307,7 @@ def drawn_task(
 
 
 def block_uniforms(frozen: FrozenKey, width: int, index: int) -> list[float]:
-    """The uniforms of one problem: a row of its block, so that reading a stream in order makes each block once.
-
-    Args:
-        frozen: the stream's key, from `frozen_key`.
-        width: numbers of a problem.
-        index: place of the problem in the stream, from 0.
-
-    Returns:
-        `width` numbers in [0, 1).
-    """
+    """The uniforms of one problem: a row of its block, so that reading a stream in order makes each block once."""
     return _block(frozen, width, index // _BLOCK)[index % _BLOCK]
 
 

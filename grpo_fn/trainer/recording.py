@@ -111,14 +111,7 @@ def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Ten
 
 
 def look(what: str, step: int, console: Console | NullLogger, view: Callable[[], None]) -> None:
-    """Make a view of a step that nothing depends on. One that fails is left out, with a line in the log.
-
-    Args:
-        what: the view, for that line.
-        step: of the run.
-        console: of the run.
-        view: makes it; an OSError, the disk's business, is raised.
-    """
+    """Make a view of a step that nothing depends on. One that fails is left out, with a line in the log."""
     try:
         view()
     except OSError:

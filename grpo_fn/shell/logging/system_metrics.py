@@ -13,16 +13,7 @@ COMPILER = "torch._dynamo.convert_frame"
 
 
 def usage(world: World) -> dict[str, float]:
-    """What the ranks use of their machines; every rank calls it.
-
-    Args:
-        world: the ranks; on CUDA they exchange the figures of their cards.
-
-    Returns:
-        `system/memory_gb`, resident memory of this process; `system/gpu<rank>_memory_gb`, `_memory_peak_gb` and
-        `_utilization` of every rank's card, allocated by its process, in GB (1e9 bytes), and %. Where blocks are
-        compiled, also how many graphs have been built, and how often code that had been compiled was compiled again.
-    """
+    """What the ranks use of their machines; every rank calls it."""
     found = {"system/memory_gb": psutil.Process().memory_info().rss / 1e9}
     if world.device.type == "cuda":
         cards = world.exchange(card_usage(world.device), what="memory of the cards")
