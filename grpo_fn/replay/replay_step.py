@@ -39,7 +39,6 @@ from grpo_fn.replay.diff import (
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.run_dir import MARKER
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.logging.kernel_record import recorded_kernels
 from grpo_fn.shell.logging.stopwatch import ErrorContext, Stopwatch
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -48,11 +47,10 @@ from grpo_fn.trainer.build import build
 from grpo_fn.trainer.checks.validate import check_this_machine, validate
 from grpo_fn.trainer.loop import take_step, training_problem
 from grpo_fn.trainer.model_source import verified_checkpoint
-from grpo_fn.trainer.plan import ValidatedPlan
-from grpo_fn.trainer.recording import chosen_kernels, step_checksums, token_signals, write_signal_page
+from grpo_fn.trainer.plan import ValidatedPlan, no_report
+from grpo_fn.trainer.recording import chosen_kernels, recorded_kernels, step_checksums, token_signals, write_signal_page
 from grpo_fn.trainer.run import RunRequest, TrainingRun, check_restored, first_carry, follow_groups
 from grpo_fn.trainer.sections import Settings
-from grpo_fn.trainer.start_lines import no_report
 from grpo_fn.trainer.state import unpack_carried
 
 # -- the records of a run, and the state before a step

@@ -14,13 +14,14 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_fn.algo.supervised import Stage
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
+from grpo_fn.shell.model.demonstrations import check_demonstrations, given_rollout, shown_rows
 from grpo_fn.shell.model.logprob_model import chunk_elements
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
@@ -40,13 +41,20 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
-from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, shown_key
-from grpo_fn.trainer.checks.try_environment import fitting_episodes
-from grpo_fn.trainer.checks.try_out import check_judges_answer, with_record
-from grpo_fn.trainer.plan import ValidatedPlan
-from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun, looked_at, run_algorithm
+from grpo_fn.trainer.checks.try_out import check_judges_answer, fitting_episodes, with_record
+from grpo_fn.trainer.plan import StartReport, ValidatedPlan, plan_lines, rank_line, sampler_line, settle_blocks
+from grpo_fn.trainer.run import (
+    ADAPTERS,
+    DATA,
+    EVALUATION,
+    PROBING,
+    SHOWING,
+    RunRequest,
+    TrainingRun,
+    looked_at,
+    run_algorithm,
+)
 from grpo_fn.trainer.sections import Data, Episodes, Sampling, Settings, open_environments
-from grpo_fn.trainer.start_lines import StartReport, plan_lines, rank_line, sampler_line, settle_blocks
 from grpo_fn.trainer.state import check_steps, has_progress
 from grpo_fn.trainer.teachers import PreparedTeachers, prepare_teachers, teacher_of_run
 
@@ -380,3 +388,33 @@ def prepare_data(
     if drawn and not task.rows:  # made as they are drawn: nothing can be left out
         overlong.refuse(task._replace(rows=tuple(drawn)), length, limit)
     return PreparedModel(folder, tokenizer, data.overlong_prompts(task, length, limit)[0])
+
+
+# -- the demonstrations of a run, looked at before any weights are loaded
+
+
+def shown_key(settings: Settings) -> Tensor:
+    """Key of the stream of demonstrations beside sampled completions."""
+    return prng.fold_in(prng.key(settings.seed, device="cpu"), SHOWING)
+
+
+def look_at_demonstrations(
+    settings: Settings,
+    shown: Task | None,
+    drawn: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    config: PretrainedConfig,
+) -> None:
+    """Raise ValueError for a demonstration of the run, or a held-out one, that cannot be made or is too long."""
+    problems = [*drawn, *task.test] if isinstance(settings.algorithm, Stage) else []
+    if shown is not None:
+        draws = min(shown.size, settings.demonstrations.rows * settings.steps) if shown.rows else settings.steps
+        problems += train_problems(shown, shown_key(settings), 0, draws)
+    check_demonstrations(
+        problems,
+        tokenizer=tokenizer,
+        demonstration=settings.data.demonstration,
+        encode=settings.data.encode_prompt,
+        most=settings.sampling.max_total_tokens or positions(config),
+    )

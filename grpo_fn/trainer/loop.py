@@ -23,18 +23,20 @@ from grpo_fn.core.types import Carry, Rollout, RunState
 from grpo_fn.shell.checkpoint.async_saver import Retention
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
 from grpo_fn.shell.episodes.tape import recorded_episodes
-from grpo_fn.shell.logging import system_metrics, tensorboard_layout
-from grpo_fn.shell.logging.step_line import evaluation_line
+from grpo_fn.shell.logging import stopwatch, tensorboard_layout
+from grpo_fn.shell.logging.console import evaluation_line
 from grpo_fn.shell.logging.stopwatch import ErrorContext, is_due
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
 from grpo_fn.tasks.task import train_problems
 from grpo_fn.trainer import async_eval
 from grpo_fn.trainer.export import export_run
-from grpo_fn.trainer.loggers import RunLoggers, lost_rows, open_loggers
 from grpo_fn.trainer.recording import (
+    RunLoggers,
     check_health,
     check_same_kernels,
+    lost_rows,
+    open_loggers,
     record,
     record_evaluation,
     settle_kernels,
@@ -273,7 +275,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
         **lost,
         **engine,
         **environment_share(engine, times, ahead=bool(run.sampler.max_staleness)),
-        **system_metrics.usage(run.world),
+        **stopwatch.usage(run.world),
         **times,
         "system/steps_per_second": 1 / times["time/total"],
     }

@@ -1,14 +1,31 @@
-"""What a run would be, worked out and checked before anything expensive starts."""
+"""What a run would be, worked out before anything expensive starts; and its first lines, where it does start."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
+import psutil
 import torch
 from transformers import PretrainedConfig
 
-from grpo_fn.shell.model import hf
+from grpo_fn.core.partials import function_and_knobs
+from grpo_fn.shell.model import blocks, hf
+from grpo_fn.shell.model.attention import attention_note
+from grpo_fn.shell.model.logprob_model import choose_head_kernels, chunk_elements
+from grpo_fn.shell.model.lora import LoRA, attach
 from grpo_fn.shell.policy.memory import GB, WIDE, Memory
+from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.shell.sampler.local import local_sampler
+from grpo_fn.shell.sampler.local.joined_projections import joining_note
+from grpo_fn.shell.sampler.local.split_kv import split_kv_unsupported_reason
+from grpo_fn.shell.world import World
 from grpo_fn.tasks.task import Task
+from grpo_fn.trainer.sections import Settings
 
 
 @dataclass(frozen=True)
@@ -88,3 +105,168 @@ class ValidatedPlan:
     parts: Sequence[str]  # of the reward
     shown: Task | None  # whose demonstrations are learned from beside the sampled completions
     plan: Plan
+
+
+# -- what a plan says about the device: which it is, the head's chunks, a dtype's cost, how blocks and decoding run
+
+
+def planned_device(name: str) -> torch.device | None:
+    """The device that a run would compute on; None for a card that is not here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return None if name.startswith("cuda") and not torch.cuda.is_available() else torch.device(name)
+
+
+def planned_chunk(bound: int, device: torch.device | None) -> int:
+    """Logits in a chunk of the head."""
+    return bound if device is None else chunk_elements(bound, device)
+
+
+def precision_notes(dtype: torch.dtype, device: torch.device | None) -> list[str]:
+    """A line for a run in float32 on a card: what it costs, and what to lay over it."""
+    if dtype is not torch.float32 or (device is not None and device.type != "cuda"):
+        return []
+    return [
+        "float32 on a GPU: no tensor cores, no kernels for packed rows (50 TFLOP/s of an H100's 800 in bfloat16); lay "
+        " --gin_file scale/bf16.gin over the run, or scale/fp16.gin before Ampere"
+    ]
+
+
+class BlockPlan(NamedTuple):
+    """How the blocks of a run are executed, and what a plan says of it."""
+
+    parallelism: Parallelism  # with a `compile` that no longer depends on the device
+    notes: tuple[str, ...]
+
+
+def plan_blocks(
+    parallelism: Parallelism, device: torch.device | None, *, config: PretrainedConfig, deterministic: bool
+) -> BlockPlan:
+    """`blocks.compiled_on_cuda` made `torch_compile` or `eager`; any other choice stays as it is."""
+    if function_and_knobs(parallelism.compile)[0] is not blocks.compiled_on_cuda:
+        return BlockPlan(parallelism, ())
+    if device is not None and device.type != "cuda":
+        return BlockPlan(replace(parallelism, compile=blocks.eager), ())
+    reason = compile_refusal(parallelism, deterministic=deterministic)
+    if reason is None:
+        reason = blocks.small_block_reason(blocks.largest_block(hf.empty_model(config)))
+    if reason is None and device is not None:
+        reason = blocks.compile_unsupported_reason(device)
+    if reason is None:
+        compiled = partial(blocks.torch_compile, mode="default")
+        return BlockPlan(replace(parallelism, compile=compiled), ("blocks are compiled, the default on CUDA",))
+    note = f"blocks run as written, not compiled as is the default on CUDA: {reason}"
+    return BlockPlan(replace(parallelism, compile=blocks.eager), (note,))
+
+
+def compile_refusal(parallelism: Parallelism, *, deterministic: bool) -> str | None:
+    """What in a configuration rules compiled blocks out by default; None where nothing does."""
+    if deterministic:
+        return "sections.Compute.deterministic is True"
+    if parallelism.tp > 1:
+        return f"mesh.Parallelism.tp is {parallelism.tp}"
+    if function_and_knobs(parallelism.activation_checkpointing)[0] is blocks.selective_checkpointing:
+        return "blocks.selective_checkpointing would compute all of a compiled block again"
+    return None
+
+
+def decoding_note(device: torch.device | None) -> str:
+    """How the local sampler's steps attend on a device, and why not in the split-KV kernel where they do not."""
+    if device is None:
+        return "decoding attends in the split-KV kernel where Triton imports, else in matrix products"
+    reason = split_kv_unsupported_reason(device)
+    return f"decoding attends in {'the split-KV kernel' if reason is None else f'matrix products ({reason})'}"
+
+
+def decoding_notes(config: PretrainedConfig, adapters: LoRA | None, device: torch.device | None) -> list[str]:
+    """What is known of the local sampler's steps on a device: `decoding_note`, and on a card `projection_notes`."""
+    return [decoding_note(device), *projection_notes(config, adapters, device)]
+
+
+def projection_notes(config: PretrainedConfig, adapters: LoRA | None, device: torch.device | None) -> list[str]:
+    """Which projections the local sampler's steps have in one product on a card, and why not the others."""
+    if device is not None and device.type != "cuda":
+        return []
+    model = hf.empty_model(config)
+    if adapters is not None:
+        attach(model, adapters)
+    return [f"decoding has {joining_note(model)}"]
+
+
+# -- the first lines of a run: what is being done, with the seconds since the start, and one line for each rank
+
+
+StartReport = Callable[[str], None]
+
+
+def report_start(world: World, started: float) -> StartReport:
+    """Prints a line with the seconds since the start, on the main rank alone."""
+
+    if not world.main:
+        return no_report
+
+    def report(text: str) -> None:
+        with suppress(OSError, ValueError):  # a console that is gone ends no run
+            print(f"{time.perf_counter() - started:5.1f} s  {text}", flush=True)
+
+    return report
+
+
+def no_report(text: str) -> None:
+    """Prints nothing: of a rank other than 0, and of a replay, which starts no run."""
+
+
+def settle_blocks(
+    settings: Settings, config: PretrainedConfig, device: torch.device
+) -> tuple[Settings, tuple[str, ...]]:
+    """The settings with `mesh.Parallelism.compile` as it is on the device; and lines on it and on attention."""
+    found = plan_blocks(settings.parallelism, device, config=config, deterministic=settings.compute.deterministic)
+    attends = attention_note(settings.compute.attention, hf.find_dtype(settings.compute.dtype), device)
+    return replace(settings, parallelism=found.parallelism), (*found.notes, *attends)
+
+
+def rank_line(settings: Settings, world: World) -> str:
+    """This rank in one line: host, device with its memory, strategy, precision, attention, blocks, rows a step."""
+    compute, algo, parallelism = settings.compute, settings.algorithm, settings.parallelism
+    shape = parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    mesh = " x ".join(f"{name} {size}" for name, size in zip(("replicate", "shard", "tensor"), shape, strict=True))
+    compile_, how = function_and_knobs(parallelism.compile)
+    blocks_ = f"{compile_.__name__} {how.get('mode', '')}".rstrip()
+    rows = algo.prompts * algo.group_size
+    return (
+        f"rank {world.rank}  {socket.gethostname()}  {device_text(world.device)}  {mesh}"
+        f"{', offload' if parallelism.offload else ''}  {compute.dtype}, {compute.attention}, {blocks_}  "
+        f"{rows // (algo.minibatches * world.size)} of {rows // algo.minibatches} rows an update, at least "
+        f"{settings.policy.min_micro_batches} micro-batch"
+    )
+
+
+def plan_lines(plan: Plan, notes: Sequence[str], rows: int, world: World, dtype: torch.dtype) -> list[str]:
+    """What a start says of the run: its numbers with so many training rows, the notes, and what the precision costs.
+
+    The last line is what the head computes with, which a trial on the device has found. Raises RuntimeError on all
+    ranks where it has found different kernels: every rank calls this.
+    """
+    numbers = replace(plan, train_rows=rows, ranks=world.size).lines()
+    choice = choose_head_kernels(world.device)
+    world.same(type(choice.kernels).__name__, what="the head's kernels, by a trial on each rank")
+    head = f"the head computes with {choice.text}"
+    return [*numbers, *notes, *precision_notes(dtype, world.device), head]
+
+
+def sampler_line(settings: Settings, config: PretrainedConfig, device: torch.device) -> str:
+    """The sampler that is started, how the local one attends on a card, and whether the first step compiles."""
+    sampler = function_and_knobs(settings.sampling.sampler)[0]
+    here = sampler is local_sampler.local and device.type == "cuda"
+    notes = decoding_notes(config, settings.lora, device) if here else []
+    name = "; ".join([sampler.__name__, *notes])
+    compiles = function_and_knobs(settings.parallelism.compile)[0] is not blocks.eager
+    return f"starting the sampler, {name}" + ("; blocks are compiled in the first step" if compiles else "")
+
+
+def device_text(device: torch.device) -> str:
+    """A device with its memory in GB of 1e9 bytes: a card's name, or the threads of a CPU."""
+    if device.type != "cuda":
+        return f"{device} ({torch.get_num_threads()} threads, {psutil.virtual_memory().total / 1e9:.0f} GB)"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{device} ({properties.name}, {properties.total_memory / 1e9:.0f} GB)"

@@ -1,6 +1,9 @@
-"""What a step shows of itself: rows for tables, its signal token by token, and the lens that every preset holds."""
+"""The record of a run: its loggers, a step in tables and pages, its kernels, what the rules of health say of it."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,34 +17,44 @@ from grpo_fn.algo.metrics import sample_advantages
 from grpo_fn.algo.needs import needs
 from grpo_fn.algo.step import Algorithm, Experience, without_signal
 from grpo_fn.analysis import compare_algorithms, health, token_report
-from grpo_fn.analysis.evaluation import GradedAnswer
+from grpo_fn.analysis.evaluation import GradedAnswer, grader_names
 from grpo_fn.analysis.html import token_page
 from grpo_fn.analysis.token_report import heat_map
 from grpo_fn.config import freeze, load_config
 from grpo_fn.config.parse import GIN_FOLDER
-from grpo_fn.core import checksums
+from grpo_fn.core.checksums import of_curriculum, of_step
+from grpo_fn.core.json_lines import step_lines
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import transcript
 from grpo_fn.core.types import Carry, Gains, Scores
-from grpo_fn.shell.atomic_io import write_bytes
+from grpo_fn.shell.atomic_io import flush_file, to_json, write_bytes
+from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
-from grpo_fn.shell.logging.kernel_record import append_kernels, recorded_kernels
-from grpo_fn.shell.logging.metrics_writer import NullLogger
-from grpo_fn.shell.logging.stopwatch import is_due
+from grpo_fn.shell.logging.metrics_writer import MetricsWriter, MirrorWriter, NullLogger, rewind
+from grpo_fn.shell.logging.stopwatch import Profiler, Stopwatch, is_due
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import choose_kernel
 from grpo_fn.shell.model.logprob_model import choose_head_kernels
+from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.policy.checksums import StepChecksums
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
-from grpo_fn.trainer import recording
+from grpo_fn.shell.world import World
+from grpo_fn.trainer.background import Background
 from grpo_fn.trainer.checks.algorithm import check_parts
-from grpo_fn.trainer.loggers import RunLoggers
-from grpo_fn.trainer.run import TrainingRun
+from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
 
 Row = dict[str, str]
 Findings = tuple[list[health.HealthFinding], list[health.HealthFinding]]  # what warns, and what ends the run
+
+JUDGE_METRICS = {  # by field of reward_pool.JudgeCost
+    **{name: f"judge/{name}" for name in ("requests", "retries", "prompt_tokens", "completion_tokens")},
+    **{name: f"judge/{name}" for name in ("failures", "unreadable")},
+    "seconds": "time/judge_requests",
+}
+KERNELS = "kernels.jsonl"  # a line for each start of the process, on CUDA
+LOG = 600.0  # seconds that the log may take for what is waiting, where the ranks have no shorter deadline
 STRONGEST = 40  # tokens in TensorBoard's table
 COLUMNS, CELL = 512, 4  # of TensorBoard's picture: tokens of a row, pixels of a token
 AS_SAMPLED = (
@@ -49,6 +62,83 @@ AS_SAMPLED = (
     "yet, the entropy is not known."
 )
 REFUSED = " The step was refused: too few groups had a signal, and no update was made."
+
+
+@dataclass(frozen=True)
+class RunLoggers:
+    """Console, metrics, checkpoints and profiler of a run; null objects on ranks other than 0."""
+
+    console: Console | NullLogger
+    writer: AsyncWriter | NullLogger
+    saver: AsyncSaver
+    clock: Stopwatch
+    profiler: Profiler
+    evaluator: AsyncEvaluator | None  # beside the training; None: evaluation is the training engine's business
+    background: Background
+    history: list[health.Line]  # of the metrics, for the rules of health; on the main rank
+    losses: list[str]  # of the newest step whose rewards lost rows, the first of each kind with its reason
+
+
+def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool) -> RunLoggers:
+    """The run's console, writer and saver; the latter is the only one that every rank has."""
+    run_dir, main = run.run_dir, run.world.main
+    mirrors: list[MirrorWriter] = []  # one, on the main rank; it opens before the writer, whose events it may follow
+    opened = run.settings.logging.mirror(run_dir)
+    run.world.agree(lambda: mirrors.append(stack.enter_context(opened)), what="opening the mirror")
+    if main:
+        for name in (checksums.FILE, KERNELS):
+            rewind(run_dir / name, 0 if first else start + 1)
+    profiler = Profiler(run_dir / "tensorboard", run.world, run.settings.logging.profile_steps)
+    run.world.mark = profiler.mark
+    console, writer = NullLogger(Console), NullLogger(AsyncWriter, MetricsWriter)
+    if main:
+        grader = grader_names(run.settings.evaluation.graders)[0]
+        console = Console(run_dir / "log.txt", run.settings.steps, start, grader=grader)
+        writer = open_writer(run_dir, run.world, *mirrors, start_step=0 if first else start + 1)
+    return RunLoggers(
+        console=stack.enter_context(console),
+        writer=stack.enter_context(writer),
+        saver=stack.enter_context(AsyncSaver(run_dir / "checkpoints", run.world)),
+        clock=Stopwatch(mark=profiler.mark),
+        profiler=profiler,
+        evaluator=stack.enter_context(nullcontext() if run.evaluator is None else run.evaluator()),
+        background=stack.enter_context(Background(run.world, deadline=run.settings.evaluation.timeout)),
+        history=[],
+        losses=[],
+    )
+
+
+def open_writer(run_dir: Path, world: World, mirror: MirrorWriter, *, start_step: int) -> AsyncWriter:
+    """The run's metrics and events, written beside the training."""
+    writer = MetricsWriter(run_dir, start_step=start_step, mirror=mirror)
+    return AsyncWriter(writer, deadline=min(world.deadline, LOG))
+
+
+def lost_rows(run: TrainingRun, before: Counter, loggers: RunLoggers) -> dict[str, float]:
+    """How many rows each kind of trouble has cost on all ranks, and what judges cost; complaints go to the log.
+
+    `before` has the pool's counts and costs before the step.
+    """
+    counts = {f"reward/{kind}": number - before[kind] for kind, number in run.pool.counts.items()}
+    costs = {JUDGE_METRICS[kind]: number - before[kind] for kind, number in run.pool.costs.items()}
+    mine = (counts, costs, [*run.pool.complaints])
+    run.pool.complaints.clear()
+    parts = run.world.exchange(mine, what="the others' troubles with rewards")
+    said = [
+        text if len(parts) == 1 else f"rank {rank}: {text}" for rank, (*_, texts) in enumerate(parts) for text in texts
+    ]
+    for text in said:
+        loggers.console.line(text)
+    if said:
+        loggers.losses[:] = said
+    total: Counter[str] = Counter()
+    for counts, costs, _ in parts:  # `update`, unlike +, keeps what is 0
+        total.update(counts)
+        total.update(costs)
+    return {name: float(number) for name, number in total.items()}
+
+
+# -- a step in tables, pictures and pages
 
 
 def sample_rows(seen: Experience, count: int) -> list[Row]:
@@ -74,13 +164,13 @@ def compare_presets(
 
     Returns a table, and the cosines between the learning signals of the run, which comes first, and of the presets.
     """
-    fitting, refused = recording.fitting([str(config)], [*seen.groups.reward.parts], energy=seen.energy is not None)
+    presets, refused = fitting([str(config)], [*seen.groups.reward.parts], energy=seen.energy is not None)
     old, declared = seen.batch.logp_old, own.needs
     # A run without a reference or a teacher has no difference to one.
     ref, teacher = (getattr(seen.batch, name) if name in declared else old for name in ("logp_ref", "logp_teacher"))
     views = {
         name: compare_algorithms.view(algo, seen.groups, old, ref, teacher, seen.energy, gains, key, steps=steps)
-        for name, algo in {"this run": own, **fitting}.items()
+        for name, algo in {"this run": own, **presets}.items()
     }
     signal = compare_algorithms.signals(Scores(old, torch.zeros_like(old)), views, gains)
     cosine = compare_algorithms.cosines(signal)
@@ -165,14 +255,17 @@ def step_checksums(
     (_, rollout, reward), world = seen.groups, run.world
     return {
         "step": step,
-        **checksums.of_step(rollout, reward, seen.adv, seen.batch.logp_old, noted.signals),
-        **checksums.of_curriculum(carried.curriculum),
+        **of_step(rollout, reward, seen.adv, seen.batch.logp_old, noted.signals),
+        **of_curriculum(carried.curriculum),
         **run.policy.digests(),
         "width": rollout.tokens.shape[1],
         "ranks": world.size,
         "device": world.device.type,
         "torch": torch.__version__,
     }
+
+
+# -- the kernels that it was computed with
 
 
 def chosen_kernels(run: TrainingRun) -> dict[str, str]:
@@ -236,10 +329,26 @@ def record_kernels(run_dir: Path, step: int, kernels: Mapping[str, str]) -> list
     return [f"step {step} has other kernels than before: {'; '.join(odd)}"] if odd else []
 
 
+def append_kernels(run_dir: Path, step: int, kernels: Mapping[str, str]) -> None:
+    """Add what was chosen, as of that step, and wait until it is on the disk."""
+    with open(run_dir / KERNELS, "ab") as file:
+        file.write((to_json({"step": step, "kernels": dict(kernels)}) + "\n").encode("ascii"))
+    flush_file(run_dir / KERNELS)
+
+
+def recorded_kernels(run_dir: Path, step: int) -> dict[str, str]:
+    """The kernels that a step was taken with."""
+    found = [line.row["kernels"] for line in step_lines(run_dir / KERNELS, torn_end=True) if line.step <= step]
+    return found[-1] if found else {}
+
+
 def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], rows: int, writer: AsyncWriter) -> None:
     """Everything that was answered to eval/step_N.jsonl, the first `rows` of it to TensorBoard."""
     rollout_store.store_evaluation(run_dir / "eval", step, [one.row() for one in judged])
     writer.table(step, "eval/samples", [one.display_fields() for one in judged[:rows]])
+
+
+# -- what the rules of health find in the metrics
 
 
 def check_health(run: TrainingRun, step: int, loggers: RunLoggers) -> list[health.HealthFinding]:

@@ -27,9 +27,9 @@ from grpo_fn.replay import replay_step as again
 from grpo_fn.replay.diff import relative_difference
 from grpo_fn.replay.replay_step import signal_by_row
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.logging.kernel_record import append_kernels
 from grpo_fn.shell.policy.checksums import read_checksums
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
+from grpo_fn.trainer.recording import append_kernels
 
 READ = partial(by_reading, share=share_prompts)
 LORA = ("--gin_file", "scale/lora.gin")

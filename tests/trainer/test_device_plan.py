@@ -12,9 +12,11 @@ from grpo_fn.shell.model import blocks
 from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.trainer import plan as plans
 from grpo_fn.trainer import sections
-from grpo_fn.trainer.checks import device_plan
-from grpo_fn.trainer.checks.device_plan import (
+from grpo_fn.trainer.checks.dry_run import dry_run_lines
+from grpo_fn.trainer.checks.validate import validate
+from grpo_fn.trainer.plan import (
     BlockPlan,
     decoding_note,
     plan_blocks,
@@ -23,8 +25,6 @@ from grpo_fn.trainer.checks.device_plan import (
     precision_notes,
     projection_notes,
 )
-from grpo_fn.trainer.checks.dry_run import dry_run_lines
-from grpo_fn.trainer.checks.validate import validate
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 SMALL = Qwen2Config(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
@@ -71,7 +71,7 @@ def test_a_dry_run_for_a_card_says_what_float32_costs_what_attends_and_what_memo
 
 def test_how_decoding_attends_is_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons: list[str | None] = [None, "no Triton"]
-    monkeypatch.setattr(device_plan, "split_kv_unsupported_reason", lambda device: reasons.pop(0))
+    monkeypatch.setattr(plans, "split_kv_unsupported_reason", lambda device: reasons.pop(0))
     assert decoding_note(torch.device("cuda", 0)) == "decoding attends in the split-KV kernel"
     assert decoding_note(torch.device("cuda", 0)) == "decoding attends in matrix products (no Triton)"
     assert "where Triton imports" in decoding_note(None)

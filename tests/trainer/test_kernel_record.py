@@ -9,14 +9,21 @@ import torch
 from families import family
 
 from grpo_fn.replay.diff import RecordedStep, ReplayedStep, circumstances
-from grpo_fn.shell.logging.kernel_record import FILE, append_kernels, recorded_kernels
 from grpo_fn.shell.logging.metrics_writer import rewind
 from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.model.logprob_model import PlainKernels
 from grpo_fn.shell.sampler.local.decode_step import build_engine
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.trainer import recording
-from grpo_fn.trainer.recording import check_same_kernels, chosen_kernels, record_kernels, settle_kernels
+from grpo_fn.trainer.recording import (
+    KERNELS,
+    append_kernels,
+    check_same_kernels,
+    chosen_kernels,
+    record_kernels,
+    recorded_kernels,
+    settle_kernels,
+)
 from grpo_fn.trainer.run import TrainingRun
 
 HERE = {"blocks": "torch_compile", "head": "TritonKernels", "decoding attention": "split-KV kernel"}
@@ -96,7 +103,7 @@ def test_ranks_that_would_decode_differently_take_no_step(monkeypatch, tmp_path)
     run = a_run_that_decodes(monkeypatch, tmp_path, others)
     with pytest.raises(RuntimeError, match="projections, by a trial on each rank, before step 1: got joined on rank 1"):
         settle_kernels(run, 1)
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / KERNELS).exists()
 
 
 def test_an_engine_says_how_its_steps_attend_and_what_they_join() -> None:
@@ -108,7 +115,7 @@ def test_an_engine_says_how_its_steps_attend_and_what_they_join() -> None:
 
 def test_a_run_that_goes_on_with_other_kernels_says_so_whatever_is_recorded_of_its_steps(tmp_path: Path) -> None:
     assert record_kernels(tmp_path, 1, {}) == []  # a CPU
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / KERNELS).exists()
     assert record_kernels(tmp_path, 1, PLAIN) == []  # nothing before it
     (line,) = record_kernels(tmp_path, 3, HERE)
     said = "decoding attention matrix products recorded, split-KV kernel now"
@@ -120,9 +127,9 @@ def test_a_run_that_goes_on_with_other_kernels_says_so_whatever_is_recorded_of_i
 def test_steps_that_are_taken_again_have_the_kernels_of_the_second_time(tmp_path: Path) -> None:
     for step, kernels in ((1, HERE), (4, PLAIN)):
         append_kernels(tmp_path, step, kernels)
-    rewind(tmp_path / FILE, 3)  # as resuming after step 2 does
+    rewind(tmp_path / KERNELS, 3)  # as resuming after step 2 does
     append_kernels(tmp_path, 3, HERE)
-    (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes() + b'{"step": 5, "ker')  # it is going on
+    (tmp_path / KERNELS).write_bytes((tmp_path / KERNELS).read_bytes() + b'{"step": 5, "ker')  # it is going on
     assert [recorded_kernels(tmp_path, step) for step in (2, 3, 4, 5)] == [HERE] * 4
 
 

@@ -12,10 +12,19 @@ from transformers import Qwen2Config
 from grpo_fn.config import load_config
 from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.world import World, alone
-from grpo_fn.trainer import sections, start_lines
-from grpo_fn.trainer.checks.device_plan import BlockPlan, precision_notes
-from grpo_fn.trainer.plan import Plan
-from grpo_fn.trainer.start_lines import device_text, no_report, plan_lines, rank_line, report_start, settle_blocks
+from grpo_fn.trainer import plan as plans
+from grpo_fn.trainer import sections
+from grpo_fn.trainer.plan import (
+    BlockPlan,
+    Plan,
+    device_text,
+    no_report,
+    plan_lines,
+    precision_notes,
+    rank_line,
+    report_start,
+    settle_blocks,
+)
 
 CPU = torch.device("cpu")
 CONFIG = Qwen2Config(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
@@ -73,8 +82,8 @@ def test_a_console_that_is_gone_ends_no_start(monkeypatch) -> None:
 def test_a_start_on_a_card_says_what_float32_costs_and_what_rows_attend_in(settings, monkeypatch) -> None:
     card = torch.device("cuda", 0)
     choice = SimpleNamespace(kernels=None, text="torch's operations")
-    monkeypatch.setattr(start_lines, "choose_head_kernels", lambda device: choice)
-    monkeypatch.setattr(start_lines, "plan_blocks", lambda parallelism, *_, **__: BlockPlan(parallelism, ()))
+    monkeypatch.setattr(plans, "choose_head_kernels", lambda device: choice)
+    monkeypatch.setattr(plans, "plan_blocks", lambda parallelism, *_, **__: BlockPlan(parallelism, ()))
     plan = Plan(**dict.fromkeys((x.name for x in fields(Plan) if x.default is MISSING), 1))
     world = alone(CPU)
     world.device = card

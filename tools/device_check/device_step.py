@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core import prng
 from grpo_fn.shell.model.blocks import compiled_on_cuda
-from grpo_fn.trainer.checks.device_plan import plan_blocks
+from grpo_fn.trainer.plan import plan_blocks
 
 PHASES = ("generate", "score", "train", "sync")
 NOTE = "step.json"  # in the scratch folder: what `trl` compares itself with

@@ -1,4 +1,7 @@
-"""MetricsWriter: metrics.jsonl and TensorBoard under the same names, rewound exactly on resume; and its null object."""
+"""MetricsWriter: metrics.jsonl and TensorBoard under the same names, rewound exactly on resume; and its null object.
+
+A MirrorWriter is what a tracker beside TensorBoard is given (`tracker`).
+"""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +17,24 @@ from torch.utils.tensorboard.summary import hparams
 from grpo_fn.core.display_text import markdown_cell
 from grpo_fn.core.json_lines import step_lines
 from grpo_fn.shell.atomic_io import to_json, write_bytes
-from grpo_fn.shell.logging.mirror_writer import MirrorWriter, Rows
+
+Rows = Sequence[Mapping[str, object]]
+
+
+class MirrorWriter:
+    """Drops what it is given; trackers override what they keep.
+
+    It is called in the thread that writes the metrics. A step has one call of `scalars` and may have more (`amend`).
+    """
+
+    def scalars(self, step: int, values: Mapping[str, float | int]) -> None:
+        """Figures of a step by name."""
+
+    def histogram(self, step: int, tag: str, values: Tensor) -> None:
+        """Finite values `[N]`, N at least 1."""
+
+    def table(self, step: int, tag: str, rows: Rows) -> None:
+        """Cells by column, one row at least: samples, findings of the health rules."""
 
 
 class MetricsWriter(AbstractContextManager):

@@ -1,17 +1,21 @@
-"""Wall-clock time by phase, when an interval of steps is over, and traces of chosen steps by torch.profiler."""
+"""What steps cost: wall-clock time by phase, traces of chosen steps by torch.profiler, memory of process and cards."""
 
 import gzip
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from grpo_fn.shell.atomic_io import write_bytes
+from grpo_fn.shell.model.blocks import recompilations
 from grpo_fn.shell.world import World
 
 OTHER = "other"  # the phase of what is in none
@@ -141,3 +145,35 @@ def write_trace(recorder: profile, path: Path) -> None:
 def is_due(step: int, every: int) -> bool:
     """Whether something that happens every so many steps happens now; 0 is never."""
     return every > 0 and step % every == 0
+
+
+# -- memory of the main rank's process, and memory and utilisation of every rank's card
+
+
+COMPILER = "torch._dynamo.convert_frame"
+
+
+def usage(world: World) -> dict[str, float]:
+    """What the ranks use of their machines; every rank calls it."""
+    found = {"system/memory_gb": psutil.Process().memory_info().rss / 1e9}
+    if world.device.type == "cuda":
+        cards = world.exchange(card_usage(world.device), what="memory of the cards")
+        found |= {f"system/gpu{rank}_{name}": value for rank, card in enumerate(cards) for name, value in card.items()}
+    if COMPILER in sys.modules:  # asking would import it, which takes seconds
+        graphs = recompilations()
+        found |= {"system/compiled_graphs": float(graphs.built), "system/recompilations": float(graphs.again)}
+    return found
+
+
+def card_usage(device: torch.device) -> dict[str, float]:
+    """Memory that this process has allocated on a card, now and at most, in GB (1e9 bytes), and utilisation in %.
+
+    Utilisation needs nvidia-ml-py and a device that reports it; without either its key is left out.
+    """
+    found = {
+        "memory_gb": torch.cuda.memory_allocated(device) / 1e9,
+        "memory_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9,
+    }
+    with suppress(Exception):  # no nvidia-ml-py or driver library, a MIG slice: a missing gauge must not end a run
+        found["utilization"] = float(torch.cuda.utilization(device))
+    return found

@@ -15,10 +15,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from grpo_fn.shell.logging import async_writer
 from grpo_fn.shell.logging.async_writer import AsyncWriter
-from grpo_fn.shell.logging.metrics_writer import MetricsWriter, NullLogger
-from grpo_fn.shell.logging.mirror_writer import MirrorWriter
+from grpo_fn.shell.logging.metrics_writer import MetricsWriter, MirrorWriter, NullLogger
 from grpo_fn.shell.world import alone
-from grpo_fn.trainer import loggers
+from grpo_fn.trainer import recording
 
 SOON = 20.0  # seconds
 
@@ -165,9 +164,9 @@ def test_a_call_that_no_writer_has_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_alone_has_a_deadline_for_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loggers, "LOG", 0.05)
+    monkeypatch.setattr(recording, "LOG", 0.05)
     gate = threading.Event()
-    with loggers.open_writer(tmp_path, alone(torch.device("cpu")), MirrorWriter(), start_step=0) as writer:
+    with recording.open_writer(tmp_path, alone(torch.device("cpu")), MirrorWriter(), start_step=0) as writer:
         writer.do("the rollout of step 3", partial(gate.wait, SOON))
         with pytest.raises(TimeoutError, match=r"got no result of writing the rollout of step 3 within 0\.05 s"):
             writer.wait()

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn.core.display_text import CONTROL
-from grpo_fn.shell.logging.console import Console
-from grpo_fn.shell.logging.step_line import LINE as LONGEST
-from grpo_fn.shell.logging.step_line import format_number, short_count, short_time, step_line
+from grpo_fn.shell.logging.console import LINE as LONGEST
+from grpo_fn.shell.logging.console import Console, format_number, short_count, short_time, step_line
 from grpo_fn.shell.process import EXIT_STOPPED, StopRequest
 
 METRICS = {

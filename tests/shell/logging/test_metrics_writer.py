@@ -21,7 +21,7 @@ from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.atomic_io import to_json
-from grpo_fn.shell.logging import rollout_store, system_metrics
+from grpo_fn.shell.logging import rollout_store, stopwatch
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter, markdown_table, rewind
 from grpo_fn.shell.logging.rollout_store import rollout_steps
 from grpo_fn.shell.world import World, alone
@@ -289,7 +289,7 @@ def test_keeping_none_stores_none_and_less_is_refused(tmp_path):
 
 
 def test_usage_names_the_memory_of_the_process():
-    found = system_metrics.usage(alone(torch.device("cpu")))
+    found = stopwatch.usage(alone(torch.device("cpu")))
     assert 0.01 < found["system/memory_gb"] < 1000
     compiler = {"system/compiled_graphs", "system/recompilations"}  # once something in this process has loaded it
     assert compiler & found.keys() in (set(), compiler)
@@ -319,7 +319,7 @@ def test_usage_has_one_set_of_gauges_for_the_card_of_every_rank(monkeypatch, mea
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3e9)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5e9)
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
-    found = system_metrics.usage(TwoCards(torch.device("cuda", 1)))
+    found = stopwatch.usage(TwoCards(torch.device("cuda", 1)))
     cards = {name.removeprefix("system/"): value for name, value in found.items() if name.startswith("system/gpu")}
     memory = {"gpu0_memory_gb": 3.0, "gpu0_memory_peak_gb": 5.0, "gpu1_memory_gb": 6.0, "gpu1_memory_peak_gb": 10.0}
     assert cards == memory | ({"gpu0_utilization": 40.0, "gpu1_utilization": 80.0} if measured else {})
