@@ -148,10 +148,10 @@ def amend_history(history: health.History, step: int, figures: Mapping[str, floa
 
 def findings_of_late_evaluation(rules: Health, before: health.History, after: health.History) -> Findings:
     """Findings of a step's rules that its late evaluation adds to those of the time."""
-    known = {found.rule for found in health.new_findings([*rules.warn, *rules.stop], before)}
+    warn, stop = rules.warning_rules, rules.stopping_rules
+    known = {found.rule for found in health.new_findings([*warn, *stop], before)}
     findings, fatal = (
-        [found for found in health.new_findings(those, after) if found.rule not in known]
-        for those in (rules.warn, rules.stop)
+        [found for found in health.new_findings(those, after) if found.rule not in known] for those in (warn, stop)
     )
     return findings, fatal
 

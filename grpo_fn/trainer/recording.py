@@ -358,7 +358,7 @@ def check_health(run: TrainingRun, step: int, loggers: RunLoggers) -> list[healt
     """
     rules = run.settings.health
     found = run.world.agree(
-        lambda: tuple(health.new_findings(those, loggers.history) for those in (rules.warn, rules.stop)),
+        lambda: tuple(health.new_findings(one, loggers.history) for one in (rules.warning_rules, rules.stopping_rules)),
         what="the rules of health",
     )
     return report_findings(found, step, loggers)
@@ -376,7 +376,7 @@ def report_findings(found: Findings, step: int, loggers: RunLoggers) -> list[hea
 
 def quote_loss(found: health.HealthFinding, losses: Sequence[str]) -> health.HealthFinding:
     """The finding; that of `invalid_high` with the first line about the first row that was lost, where there is one."""
-    if found.rule != health.invalid_high.__name__ or not losses:
+    if found.rule != "invalid_high" or not losses:
         return found
     return found._replace(text=f"{found.text}. The first: {losses[0].splitlines()[0]}")
 

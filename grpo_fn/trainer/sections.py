@@ -305,13 +305,25 @@ class Logging:
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """Rules that watch the metrics."""
+    """Rules that watch the metrics: those of `analysis.health` by name, and functions of your own."""
 
-    warn: Sequence[health.Rule]  # what these find is logged
-    stop: Sequence[health.Rule]  # what these find ends the run, saved
+    warn: Sequence[str | health.Rule]  # what these find is logged
+    stop: Sequence[str | health.Rule]  # what these find ends the run, saved
+    limits: Mapping[str, int | float]  # of rules by name, in the place of their own
 
     def __post_init__(self) -> None:
-        health.check_rules([*self.warn, *self.stop])
+        health.check_limits(self.limits)
+        health.rules_with_limits([*self.warn, *self.stop], self.limits)
+
+    @property
+    def warning_rules(self) -> list[health.Rule]:
+        """Those of `warn`, with their limits."""
+        return health.rules_with_limits(self.warn, self.limits)
+
+    @property
+    def stopping_rules(self) -> list[health.Rule]:
+        """Those of `stop`, with their limits."""
+        return health.rules_with_limits(self.stop, self.limits)
 
 
 @dataclass(frozen=True, kw_only=True)

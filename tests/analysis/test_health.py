@@ -4,43 +4,36 @@ import importlib
 import inspect
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from catalogue import public, signature
 from hypothesis import assume, given
 
 import grpo_fn
-from grpo_fn.analysis import health, health_trends
+from grpo_fn.analysis import health
+from grpo_fn.trainer.sections import Health
 
-# One value of every knob of every rule.
-KNOBS = {
-    "kl_high": {"limit": 0.5},
-    "grad_norm_high": {"limit": 10.0},
-    "logprob_diff_high": {"limit": 0.1},
-    "not_finite": {"groups": ("reward", "advantage", "loss")},
-    "few_groups_with_signal": {"share": 0.9, "steps": 3},
-    "invalid_high": {"share": 0.5, "steps": 3},
-    "truncated_high": {"share": 0.5, "steps": 3},
-    "overflowing": {"steps": 3},
-    "entropy_collapsed": {"share": 0.25, "window": 3},
-    "length_exploded": {"times": 2.0, "window": 3},
-    "reward_without_accuracy": {"evaluations": 3, "rise": 0.02, "fall": 0.05},
+# Rules of the table with shorter windows and other limits, so that short histories decide.
+SHORT = {
+    **{name: {"steps": 3} for name in ("few_groups_with_signal", "invalid_high", "truncated_high")},
+    **{name: {"window": 3} for name in ("entropy_collapsed", "length_exploded", "reward_falling", "generation_slow")},
+    "reward_without_accuracy": {"evaluations": 3},
     # More steps than the healthy histories have: a reward that moves by 4 % around one value is flat, if they go on.
-    "reward_flat": {"steps": 44, "rise": 0.01, "solved": 0.9},
-    "reward_falling": {"window": 3, "fall": 0.2},
-    "generation_slow": {"share": 0.5, "window": 3},
-    "loss_spike": {"times": 4.0, "window": 5},
+    "reward_flat": {"steps": 44},
+    "loss_spike": {"window": 5},
 }
-FUNCTIONS = {
-    name: f
-    for module in (health, health_trends)
-    for name, f in public(module).items()
-    if f.__module__ == module.__name__ and signature(f)[0] == ("history",)
-}
-RULES = {name: partial(FUNCTIONS[name], **knobs) for name, knobs in KNOBS.items()}
+LIMITS = {"overflowing": 3, "entropy_collapsed": 0.25, "length_exploded": 2.0, "loss_spike": 4.0}
+
+
+def with_limit(name: str, limit: float) -> health.LimitRule:
+    rule = health.RULES[name]
+    return replace(rule, limit=limit, evidence=partial(rule.evidence, **SHORT.get(name, {})))
+
+
+RULES = {name: with_limit(name, LIMITS.get(name, rule.limit)) for name, rule in health.RULES.items()}
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 # A line that makes each rule speak when the history is made of such lines, and what it is made of when all is well.
@@ -80,9 +73,11 @@ def column(name: str, values: list) -> list[dict]:
 # Every rule -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_rule_of_the_module_is_tested_here() -> None:
-    assert FUNCTIONS.keys() - {"trim_history", "at"} == set(RULES)
-    assert {name: set(signature(FUNCTIONS[name])[1]) for name in RULES} == {n: set(k) for n, k in KNOBS.items()}
+def test_every_rule_of_the_table_is_tested_here_and_on_the_page_with_its_limit() -> None:
+    assert SPEAKING.keys() == health.RULES.keys()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "monitoring" / "health.md").read_text()
+    lines = dict(re.findall(r"^\| `(\w+)` \| .* \| ([\d.]+)[^|]* \|$", page, re.MULTILINE))
+    assert {name: float(limit) for name, limit in lines.items()} == {n: rule.limit for n, rule in health.RULES.items()}
 
 
 @each_rule
@@ -152,9 +147,8 @@ def test_a_limit_is_on_the_newest_value_alone(name, metric, limit, values) -> No
 @pytest.mark.parametrize(("name", "metric", "limit"), ABOVE)
 @given(positive, positive)
 def test_a_limit_has_the_unit_of_its_metric(name, metric, limit, value, factor) -> None:
-    rule = getattr(health, name)
     assume(not math.isclose(value, 1.0))
-    said = [rule([{metric: value * c}], limit=c) is not None for c in (1.0, factor)]
+    said = [with_limit(name, c)([{metric: value * c}]) is not None for c in (1.0, factor)]
     assert said == [value > 1.0] * 2
 
 
@@ -291,7 +285,7 @@ def test_a_flat_reward_is_one_whose_halves_are_alike_and_that_is_not_solved(rewa
     history = [{**one, "reward/correct_rate": right} for one in column("reward/mean", rewards)]
     halves = [math.fsum(part) / 22 for part in (rewards[-44:-22], rewards[-22:])]
     assume(abs(abs(halves[0] - halves[1]) - rise) > 1e-9)
-    said = partial(health_trends.reward_flat, steps=44, rise=rise, solved=0.9)(history)
+    said = with_limit("reward_flat", rise)(history)
     assert (said is not None) == (abs(halves[0] - halves[1]) < rise and right < 0.9)
 
 
@@ -300,7 +294,7 @@ def test_a_falling_reward_is_below_the_best_window_before(rewards, fall) -> None
     means = [math.fsum(rewards[i : i + 3]) / 3 for i in range(len(rewards) - 2)]
     drop = max(means[:-3], default=-math.inf) - means[-1] if len(means) > 3 else -math.inf
     assume(abs(drop - fall) > 1e-9)
-    said = partial(health_trends.reward_falling, window=3, fall=fall)(column("reward/mean", rewards))
+    said = with_limit("reward_falling", fall)(column("reward/mean", rewards))
     assert (said is not None) == (drop > fall)
 
 
@@ -309,7 +303,7 @@ def test_a_spike_is_further_from_the_median_than_times_the_furthest_before(losse
     before = sorted(losses[-5:])
     spread = max(abs(value - before[2]) for value in before)
     assume(abs(abs(newest - before[2]) - times * spread) > 1e-9)
-    said = partial(health_trends.loss_spike, times=times, window=5)(column("loss/objective", [*losses, newest]))
+    said = with_limit("loss_spike", times)(column("loss/objective", [*losses, newest]))
     assert (said is not None) == (spread > 0 and abs(newest - before[2]) > times * spread)
 
 
@@ -348,37 +342,38 @@ def test_every_knob_that_a_rule_advises_exists(name) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs", "complaint"),
+    ("limits", "complaint"),
     [
-        ("kl_high", {"limit": 0.0}, "limit: got 0.0, wanted a number above 0"),
-        ("grad_norm_high", {"limit": math.nan}, "limit: got nan"),
-        ("logprob_diff_high", {"limit": -1.0}, "limit: got -1.0"),
-        ("not_finite", {"groups": ()}, r"groups: got \(\), wanted a list"),
-        ("not_finite", {"groups": "loss"}, "groups: got 'loss'"),
-        ("few_groups_with_signal", {"share": 1.5}, "share: got 1.5, wanted more than 0 and at most 1"),
-        ("few_groups_with_signal", {"steps": 0}, "steps: got 0, wanted 1 to"),
-        ("truncated_high", {"share": 0.0}, "share: got 0.0"),
-        ("overflowing", {"steps": 0}, "steps: got 0"),
-        ("entropy_collapsed", {"window": 1000}, "window: got 1000, wanted 1 to 64"),
-        ("length_exploded", {"times": 0.0}, "times: got 0.0"),
-        ("reward_without_accuracy", {"evaluations": 1}, "wanted evaluations >= 2"),
-        ("reward_flat", {"steps": 1}, "steps: got 1, wanted at least 2"),
-        ("reward_flat", {"solved": 0.0}, "share: got 0.0"),
-        ("reward_flat", {"rise": 0.0}, "rise: got 0.0"),
-        ("reward_falling", {"fall": -1.0}, "fall: got -1.0"),
-        ("reward_falling", {"window": 65}, "window: got 65, wanted 1 to 64"),
-        ("generation_slow", {"share": 2.0}, "share: got 2.0"),
-        ("loss_spike", {"times": math.inf}, "times: got inf"),
-        ("loss_spike", {"window": 1}, "window: got 1, wanted at least 2"),
+        ({"kl_hihg": 1.0}, "got the rule 'kl_hihg', wanted one of not_finite, kl_high"),
+        ({"kl_high": 0.0}, "got 0.0 for kl_high, wanted a number above 0"),
+        ({"grad_norm_high": math.nan}, "got nan for grad_norm_high"),
+        ({"logprob_diff_high": -1.0}, "got -1.0 for logprob_diff_high"),
+        ({"loss_spike": math.inf}, "got inf for loss_spike"),
+        ({"reward_flat": "0.1"}, "got '0.1' for reward_flat"),
+        ({"few_groups_with_signal": 1.5}, "got 1.5 for few_groups_with_signal, wanted a number above 0 and at most 1"),
+        ({"overflowing": 65}, "got 65 for overflowing, wanted a number above 0 and at most 64"),
     ],
 )
-def test_knobs_that_cannot_work_are_refused_before_there_is_any_history(name, knobs, complaint) -> None:
-    with pytest.raises(ValueError, match=f"{name}: .*{complaint}"):
-        health.check_rules([partial(FUNCTIONS[name], **{**KNOBS[name], **knobs})])
+def test_limits_that_cannot_work_are_refused(limits, complaint) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"sections.Health.limits: {complaint}")):
+        Health(warn=(), stop=(), limits=limits)
 
 
-def test_knobs_that_work_are_not() -> None:
-    health.check_rules([*RULES.values()])
+def test_rules_are_chosen_by_name_with_their_limits_and_a_function_is_tried_first() -> None:
+    health_section = Health(warn=["kl_high", slow], stop=["grad_norm_high"], limits={"kl_high": 1.5})
+    assert [health.rule_name(rule) for rule in health_section.warning_rules] == ["kl_high", "slow"]
+    assert health_section.warning_rules[0].limit == 1.5
+    assert health_section.stopping_rules == [health.RULES["grad_norm_high"]]
+    with pytest.raises(ValueError, match=re.escape("sections.Health: got the rule 'kl', wanted one of not_finite,")):
+        Health(warn=[], stop=["kl"], limits={})
+    with pytest.raises(ValueError, match="slow: seconds: got -1"):
+        Health(warn=[partial(slow, seconds=-1)], stop=[], limits={})
+
+
+def slow(history: health.History, *, seconds: int = 9) -> str | None:
+    if seconds < 0:
+        raise ValueError(f"seconds: got {seconds}")
+    return None
 
 
 # What is new and what is remembered -----------------------------------------------------------------------------------
@@ -417,7 +412,7 @@ def test_a_resumed_run_remembers_what_one_without_a_break_remembers(old, new) ->
     assert health.trim_history(everything)[-health.LAST :] == everything[-health.LAST :]
 
 
-@each_rule
+@pytest.mark.parametrize("rule", health.RULES.values(), ids=health.RULES)
 @pytest.mark.parametrize("length", [health.FIRST + health.LAST + 1, health.FIRST + health.LAST + 37])
 def test_what_is_forgotten_moves_no_rule(rule, length) -> None:
     """A run in which everything gets worse; evaluations every 20 steps."""

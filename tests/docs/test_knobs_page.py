@@ -34,7 +34,7 @@ sampling.nucleus.top_p format.answer_tags.tags length.cosine_length.verdict
 wrappers.with_timeout.seconds combine.combine.weights judge.Judge.endpoint maze.environment.cost arms.rows.base
 mixture.arms.tasks readers.file.path privileged.with_feedback.template chat_template.tokenizer_template.observed
 hf.with_system.system optimizer.cosine_decay.final optimizer.muon.lr lora.LoRA.rank mesh.Parallelism.tp
-reward_pool.RewardPool.workers health.kl_high.limit teachers.teacher_of_field.name probe.Probe.max_gap
+reward_pool.RewardPool.workers sections.Health.limits teachers.teacher_of_field.name probe.Probe.max_gap
 tiny_model.Recipe.seed vllm_servers.DedicatedEngine.servers vllm_sampler.colocated_sampler.gpu_memory_utilization
 """
 FIELDS = [f"step.Algorithm.{field.name}" for field in dataclasses.fields(Algorithm)]
@@ -176,7 +176,7 @@ def test_a_row_has_the_type_the_default_and_the_meaning_of_the_code() -> None:
     by_comment = "most logits that live at once in the head; fewer where the device is small"
     assert f"| `sections.Compute.logits_chunk_elements` | `int` | `268435456` | {by_comment} |" in text
     assert "| `train.train.seed` | `int` | `%SEED` | of everything random. |" in text
-    assert "| `sections.Health.stop` | `Sequence[health.Rule]` | `[@health.not_finite]` |" in text
+    assert "| `sections.Health.stop` | `Sequence[str \\| health.Rule]` | `['not_finite']` |" in text
 
 
 def test_a_page_that_is_old_is_named_and_written_anew(

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from e2e.running import board, command, finish, outcome
 
 from grpo_fn.shell.process import EXIT_UNHEALTHY
@@ -16,7 +15,7 @@ def warned(run: Path, rule: str) -> list[str]:
 def test_a_rule_that_ends_the_run_saves_it_and_the_same_command_goes_on(
     cache: Path, whole: Path, tmp_path: Path
 ) -> None:
-    changes = {"sections__Health__stop": "[@health.grad_norm_high]", "health__grad_norm_high__limit": 1e-9}
+    changes = {"sections__Health__stop": ["grad_norm_high"], "sections__Health__limits": {"grad_norm_high": 1e-9}}
     argv = command(cache, tmp_path / "run", **changes)
     assert finish(argv, tmp_path / "out") == EXIT_UNHEALTHY, (tmp_path / "out").read_text()
     said = (tmp_path / "out").read_text()
@@ -33,7 +32,7 @@ def test_a_rule_that_ends_the_run_saves_it_and_the_same_command_goes_on(
 
 
 def test_what_complains_may_be_changed_while_a_run_is_interrupted(cache: Path, tmp_path: Path) -> None:
-    changes = {"sections__Health__stop": "[@health.grad_norm_high]", "health__grad_norm_high__limit": 1e-9}
+    changes = {"sections__Health__stop": ["grad_norm_high"], "sections__Health__limits": {"grad_norm_high": 1e-9}}
     ended = command(cache, tmp_path / "run", **changes)
     assert finish(ended, tmp_path / "out") == EXIT_UNHEALTHY, (tmp_path / "out").read_text()
     assert finish(command(cache, tmp_path / "run"), tmp_path / "out") == 0, (tmp_path / "out").read_text()
@@ -44,8 +43,9 @@ def test_a_warning_is_said_once_and_changes_nothing(whole: Path) -> None:
     assert "Raise sections.Sampling.max_new_tokens" in warned(whole, "truncated_high")[0]
 
 
-@pytest.mark.parametrize("knob", ["health__kl_high__limit", "health__grad_norm_high__limit"])
-def test_a_rule_that_cannot_work_is_bad_input(knob: str, cache: Path, tmp_path: Path) -> None:
-    assert finish(command(cache, tmp_path / "run", **{knob: -1.0}), tmp_path / "out") == 2
-    assert "limit: got -1.0, wanted a number above 0" in (tmp_path / "out").read_text()
+def test_a_limit_that_cannot_work_is_bad_input(cache: Path, tmp_path: Path) -> None:
+    argv = command(cache, tmp_path / "run", sections__Health__limits={"kl_high": -1.0})
+    assert finish(argv, tmp_path / "out") == 2
+    said = "sections.Health.limits: got -1.0 for kl_high, wanted a number above 0"
+    assert said in (tmp_path / "out").read_text()
     assert not (tmp_path / "run").exists()

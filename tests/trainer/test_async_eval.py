@@ -140,7 +140,7 @@ def test_rules_say_of_a_step_what_they_would_have_said_there(
     losses: Sequence[float], scores: Mapping[int, float]
 ) -> None:
     """At the step without its evaluation, and when that came: together what they say when it is there at once."""
-    rules = Health(warn=RULES, stop=(high_loss,))
+    rules = Health(warn=RULES, stop=(high_loss,), limits={})
     lines = [health.history_line(step, {"loss/kl": loss}) for step, loss in enumerate(losses)]
     whole = [{**line, **({BEST: scores[i]} if i in scores else {})} for i, line in enumerate(lines)]
     for step in range(len(lines)):
@@ -156,7 +156,7 @@ def test_rules_say_of_a_step_what_they_would_have_said_there(
 
 
 def test_a_late_evaluation_may_end_the_run() -> None:
-    rules = Health(warn=(), stop=(low,))
+    rules = Health(warn=(), stop=(low,), limits={})
     before = [health.history_line(0, {"loss/kl": 0.0})]
     said, fatal = async_eval.findings_of_late_evaluation(
         rules, before, async_eval.amend_history(before, 0, {BEST: 0.25})
