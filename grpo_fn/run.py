@@ -99,7 +99,7 @@ def launch_training(args: argparse.Namespace) -> int:
     """The run's exit code; an engine that is refused is one line. Raises ValueError or OSError for bad input."""
     if not args.dry_run and os.environ.get("RANK", "0") == "0":
         with suppress(OSError, ValueError):  # a console that is gone ends no run
-            print(f"reading {', '.join(args.gin_file)}; the run folder is {args.run_dir}", flush=True)
+            print(f"reading {', '.join(args.gin_file)}", flush=True)
     from grpo_fn.config import load_config
 
     config = load_config(args.gin_file, args.gin_param)

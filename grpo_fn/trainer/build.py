@@ -205,18 +205,22 @@ def open_and_prepare(
     world.agree(partial(check_steps, request.run_dir, s.steps), what="looking at the checkpoints")
     looking = f"looking at the prompts of {draws} draws and {len(task.test)} held-out problems"
     sources = [checked.source, *(source for source, _ in checked.teachers.values())]
-    if all(isinstance(one, hf.Pretrained) for one in sources):  # there to be looked at before a run folder is made
-        report(looking)
-        prepared = world.together(prepare_here, what="looking at model and data")
+    there = all(isinstance(one, hf.Pretrained) for one in sources)  # to be looked at before a run folder is made
+
+    def open_folder() -> None:
         world.agree(enter_folder, what="opening the run folder")
-        return prepared
-    # To be made, which takes time: not before the run folder is known to be ours.
-    world.agree(enter_folder, what="opening the run folder")
-    report("making the model, or finding it in its cache")
-    for one in sources:
-        world.agree_at_length(one.folder, what="making the model")
+        report(f"the run folder is {request.run_dir}")
+
+    if not there:  # to be made, which takes time: not before the run folder is known to be ours
+        open_folder()
+        report("making the model, or finding it in its cache")
+        for one in sources:
+            world.agree_at_length(one.folder, what="making the model")
     report(looking)
-    return world.together(prepare_here, what="looking at model and data")
+    prepared = world.together(prepare_here, what="looking at model and data")
+    if there:
+        open_folder()
+    return prepared
 
 
 def build_policy(settings: Settings, loaded: LoadedModel, world: World, *, reference: bool) -> FSDPPolicy:

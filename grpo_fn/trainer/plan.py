@@ -14,6 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from grpo_fn.core.partials import function_and_knobs
+from grpo_fn.shell.logging.console import format_number
 from grpo_fn.shell.model import blocks, hf
 from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.model.logprob_model import choose_head_kernels, chunk_elements
@@ -63,7 +64,7 @@ class Plan:
             f"of {self.train_rows}",
             f"held-out problems     {self.test_rows}",
             f"parameters            {self.parameters:,}{trained}",
-            f"disk, one checkpoint  {self.checkpoint_bytes() / GB:.3f} GB",
+            f"disk, one checkpoint  {format_number(self.checkpoint_bytes() / GB, 3)} GB",
             *([] if self.memory is None else [each, *self.memory.lines()]),
         ]
 

@@ -12,6 +12,7 @@ import torch
 
 from grpo_fn.algo.step import Algorithm, from_trainer
 from grpo_fn.core.partials import function_and_knobs, uses_of
+from grpo_fn.shell.logging.console import format_number
 from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.model.blocks import full_checkpointing, torch_compile
 from grpo_fn.shell.policy import memory_estimate
@@ -283,10 +284,13 @@ def step_estimate_lines(step: DeviceStep, received: Sequence[Traffic]) -> list[s
     }
     return [
         "received by each device in a step, by the mesh:" + ("" if received else " nothing"),
-        *(f"  {one.name:<38}{one.bytes / GB:9.3f} GB, at {one.rate / GB:.0f} GB/s (assumed)" for one in received),
+        *(
+            f"  {one.name:<38}{format_number(one.bytes / GB, 3):>9} GB, at {one.rate / GB:.0f} GB/s (assumed)"
+            for one in received
+        ),
         "time of a step, a coarse estimate calibrated on one H100 80GB:",
-        *(f"  {name:<38}{n:9.2f} s" for name, n in seconds.items()),
-        f"  {'one after another':<38}{sum(seconds.values()):9.2f} s",
+        *(f"  {name:<38}{format_number(n, 2):>9} s" for name, n in seconds.items()),
+        f"  {'one after another':<38}{format_number(sum(seconds.values()), 2):>9} s",
         f"  for prompts of {step.prompt_tokens} tokens (assumed) and completions of {step.new_tokens}; not counted: "
         "rewards, environments, evaluation, checkpoints, teachers, an optimizer on the host, compiling",
     ]
