@@ -31,18 +31,18 @@ BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{
 SUBJECTS = ("Algebra", "Counting & Probability", "Geometry", "Intermediate Algebra", "Number Theory", "Prealgebra")
 TASKS = {
     "arithmetic": ("grpo_fn.tasks.arithmetic.task", {"max_value": 5, "operations": 3, "test_size": 128}),
-    "gsm8k": ("grpo_fn.tasks.gsm8k.task", {"test_size": 0, "template": "{question}" + BOXED}),
+    "gsm8k": ("grpo_fn.tasks.gsm8k.task", {"template": "{question}" + BOXED}),
     "math": (
         "grpo_fn.tasks.math.task",
         {
-            **{"train": ["train.jsonl"], "test": "math500.jsonl", "test_size": 0, "template": "{problem}" + BOXED},
+            **{"train": ["train.jsonl"], "test": "math500.jsonl", "template": "{problem}" + BOXED},
             **{"levels": [1, 2, 3, 4, 5], "subjects": [*SUBJECTS, "Precalculus"]},
         },
     ),
     "mbpp": (
         "grpo_fn.tasks.mbpp.task",
         {
-            **{"file": "mbpp.jsonl", "train": ["train"], "test": ["test"], "shown_tests": 3, "test_size": 0},
+            **{"file": "mbpp.jsonl", "train": ["train"], "test": ["test"], "shown_tests": 3},
             "template": "{text}\nYour code should pass these tests:\n{tests}",
         },
     ),

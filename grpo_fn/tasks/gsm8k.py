@@ -5,32 +5,31 @@ from pathlib import Path
 from grpo_fn.core.problem import Problem
 from grpo_fn.tasks import task as templates
 from grpo_fn.tasks.readers import Row, jsonl_rows
-from grpo_fn.tasks.task import Task, first, from_rows
+from grpo_fn.tasks.task import Task, from_rows
 
 
-def task(*, data: str, template: str, test_size: int) -> Task:
+def task(*, data: str, template: str) -> Task:
     r"""The problems of `train.jsonl` and `test.jsonl` in the folder `data`, each put to the model as `template` says.
 
-    The held-out set is the first rows of the test file, in its order.
+    The held-out set is the test file, in its order.
 
     Args:
         data: folder with both files.
         template: text of a prompt; holds `{question}`. Other braces, as of `\boxed{}`, stand for themselves.
-        test_size: held-out problems; 0 and numbers beyond the end of the file both mean all of it.
 
     Returns:
         The task.
 
     Raises:
         ValueError: for a missing or empty file, a row without the fields or an answer without `####`, naming file and
-            line; for a template without `{question}` and a negative test_size.
+            line; for a template without `{question}`.
     """
     templates.check_template(template, ["question"])
     train, test = (
         [_problem(row, template) for row in jsonl_rows(Path(data), name, fields=("question", "answer"))]
         for name in ("train.jsonl", "test.jsonl")
     )
-    return first(from_rows(train, test), test_size)
+    return from_rows(train, test)
 
 
 def gsm8k_answer(answer: str) -> str | None:

@@ -14,7 +14,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.rewards.format import last_box
 from grpo_fn.tasks import task as templates
 from grpo_fn.tasks.readers import Row, jsonl_rows, text_field
-from grpo_fn.tasks.task import Task, all_answered, drop_unanswered, filter_rows, first, from_rows, with_notes
+from grpo_fn.tasks.task import Task, all_answered, drop_unanswered, filter_rows, from_rows, with_notes
 
 
 def task(
@@ -25,11 +25,10 @@ def task(
     levels: Sequence[int | None],
     subjects: Sequence[str],
     template: str,
-    test_size: int,
 ) -> Task:
     r"""The problems of the files `train` and `test` in the folder `data`, put to the model as `template` says.
 
-    The held-out set is the first rows of its file, of every level and subject. The answer is the row's own, or where
+    The held-out set is all of its file, of every level and subject. The answer is the row's own, or where
     it has no such field, as in the original files, the last `\boxed{}` of its solution; `meta` holds `level` and
     `subject`. A training row without an answer is left out and noted (two of the published ones have an empty box); a
     held-out one is refused.
@@ -41,7 +40,6 @@ def task(
         levels: levels of the training rows, 1 to 5; None for the two published rows that have none.
         subjects: subjects of the training rows, as the files name them.
         template: text of a prompt; holds `{problem}`. Other braces, as of `\boxed{}`, stand for themselves.
-        test_size: held-out problems; 0 and numbers beyond the end of the file both mean all of it.
 
     Returns:
         The task.
@@ -60,7 +58,7 @@ def task(
     chosen, left_out = filter_rows(every, lambda row: row.meta["level"] in levels and row.meta["subject"] in subjects)
     if left_out:
         chosen = with_notes(chosen, f"asks {chosen.size} of {every.size} training rows, by level and subject")
-    return first(chosen, test_size)
+    return chosen
 
 
 def _problem(row: Row, template: str) -> Problem:

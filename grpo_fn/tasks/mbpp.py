@@ -7,15 +7,13 @@ from pathlib import Path
 from grpo_fn.core.problem import Problem
 from grpo_fn.tasks import task as templates
 from grpo_fn.tasks.readers import Row, jsonl_rows, text_field
-from grpo_fn.tasks.task import Task, first, from_rows
+from grpo_fn.tasks.task import Task, from_rows
 
 # The published split, by task_id.
 SPLITS = {"prompts": range(1, 11), "test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
 
 
-def task(
-    *, data: str, file: str, train: Sequence[str], test: Sequence[str], template: str, shown_tests: int, test_size: int
-) -> Task:
+def task(*, data: str, file: str, train: Sequence[str], test: Sequence[str], template: str, shown_tests: int) -> Task:
     """The problems of `file` in the folder `data`: the splits `train` to train on, the splits `test` held out.
 
     Splits are prompts (task_id 1 to 10), test (11 to 510), validation (511 to 600) and train (601 to 974). The answer
@@ -29,7 +27,6 @@ def task(
         test: splits held out.
         template: text of a prompt; holds `{text}` and, when `shown_tests` is not 0, `{tests}`: asserts, a line each.
         shown_tests: asserts in the prompt, the first ones; with 0 the model has to guess the function's name.
-        test_size: held-out problems, the first of their splits; 0 and more than there are both mean all of them.
 
     Returns:
         The task.
@@ -51,7 +48,7 @@ def task(
     if empty:
         raise ValueError(f"{Path(data) / file}: got no rows of {', '.join(empty)}, wanted a task_id of those splits")
     rows, held_out = (list(chain.from_iterable(splits[name] for name in names)) for names in (train, test))
-    return first(from_rows(rows, held_out), test_size)
+    return from_rows(rows, held_out)
 
 
 def _check_splits(train: Sequence[str], test: Sequence[str]) -> None:

@@ -114,13 +114,6 @@ def filter_rows(task: Task, predicate: Predicate) -> tuple[Task, int]:
     return (kept if left_out else task), left_out
 
 
-def first(task: Task, test_size: int) -> Task:
-    """The task with the first `test_size` of its held-out problems; 0 and more than there are both mean all of them."""
-    if test_size < 0:
-        raise ValueError(f"test_size: got {test_size}, wanted 0 for all held-out problems, or how many")
-    return task._replace(test=task.test[: test_size or None])
-
-
 def sample_tests(task: Task, count: int) -> Task:
     """The task with `count` of its held-out problems: a share of every part, source and level, in their own order.
 

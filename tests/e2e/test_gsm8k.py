@@ -76,7 +76,7 @@ def scores(pool: RewardPool, golds: Sequence[str], answers: Sequence[str]) -> li
 
 
 def test_every_published_answer_is_right_for_itself_and_wrong_for_another(data: Path) -> None:
-    task = gsm8k.task(data=str(data), template="{question}", test_size=0)
+    task = gsm8k.task(data=str(data), template="{question}")
     assert (task.size, len(task.test)) == (TRAIN, TEST)
     train = train_problems(task, prng.key(0, device="cpu"), 0, TRAIN)
     golds = [problem.answer for problem in (*train, *task.test)]

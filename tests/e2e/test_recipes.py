@@ -87,7 +87,6 @@ def recipe(request: pytest.FixtureRequest) -> Recipe:
 def qwen(request: pytest.FixtureRequest) -> Recipe:
     given = {"DATA": published("math"), "GSM8K": published("gsm8k")}
     smaller = {"sections.Compute.attention": '"sdpa"', "mesh.Parallelism.compile": "@blocks.eager"}
-    smaller |= {"gsm8k.task.test_size": 2, "math_task.task.test_size": 2}
     says = ("256 prompts x 8 samples = 2048", "replicate 1 x shard 2 x tensor 1", "problems     1819", "51200 in 200")
     return Recipe("qwen_math_2gpu", given, smaller, says, ranks=2)
 

@@ -297,21 +297,15 @@ def folder(path, train=GOOD, test=HELD_OUT):
 
 def test_rows_become_prompts_by_the_template_and_golds_without_commas(tmp_path):
     lines = ["", *GOOD, "  "]
-    task = gsm8k.task(data=folder(tmp_path, train=lines), template=r"Q: {question} Use \boxed{}.", test_size=0)
+    task = gsm8k.task(data=folder(tmp_path, train=lines), template=r"Q: {question} Use \boxed{}.")
     asked = sorted(train_problems(task, key(0), 0, 3), key=lambda problem: problem.meta["row"])
     assert [problem.prompt for problem in asked] == [rf"Q: What is {i}? Use \boxed{{}}." for i in range(3)]
     assert [problem.answer for problem in asked] == ["1000", "1001", "1002"]
 
 
-@pytest.mark.parametrize(("test_size", "want"), [(0, 3), (1, 1), (3, 3), (99, 3)])
-def test_test_size_takes_the_first_rows_and_zero_takes_all(tmp_path, test_size, want):
-    task = gsm8k.task(data=folder(tmp_path), template="{question}", test_size=test_size)
-    assert [problem.answer for problem in task.test] == ["2000", "2001", "2002"][:want]
-
-
 def test_a_line_separator_inside_a_question_does_not_cut_the_line(tmp_path):
     odd = '{"question": "a\u2028b\u0085c", "answer": "#### 1"}'
-    task = gsm8k.task(data=folder(tmp_path, train=[odd]), template="{question}", test_size=0)
+    task = gsm8k.task(data=folder(tmp_path, train=[odd]), template="{question}")
     assert task.train(key(0), 0).prompt == "a\u2028b\u0085c"
 
 
@@ -331,28 +325,27 @@ def test_a_line_separator_inside_a_question_does_not_cut_the_line(tmp_path):
 )
 def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, train, want):
     with pytest.raises(ValueError, match=want):
-        gsm8k.task(data=folder(tmp_path, train=train), template="{question}", test_size=0)
+        gsm8k.task(data=folder(tmp_path, train=train), template="{question}")
 
 
 def test_a_missing_folder_or_file_is_refused_with_what_is_there(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ValueError, match=r"without train\.jsonl.*there are: notes\.txt"):
-        gsm8k.task(data=str(tmp_path), template="{question}", test_size=0)
+        gsm8k.task(data=str(tmp_path), template="{question}")
     with pytest.raises(ValueError, match=r"which is no folder.*has: notes\.txt"):
-        gsm8k.task(data=str(tmp_path / "nowhere"), template="{question}", test_size=0)
+        gsm8k.task(data=str(tmp_path / "nowhere"), template="{question}")
     (tmp_path / "train.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="wanted UTF-8 text"):
-        gsm8k.task(data=str(tmp_path), template="{question}", test_size=0)
+        gsm8k.task(data=str(tmp_path), template="{question}")
 
 
-@pytest.mark.parametrize(("template", "test_size"), [("question", 0), ("{question}", -1)])
-def test_gsm8k_knobs_that_make_no_sense_are_refused(tmp_path, template, test_size):
-    with pytest.raises(ValueError, match=r"got .*wanted"):
-        gsm8k.task(data=folder(tmp_path), template=template, test_size=test_size)
+def test_a_template_without_the_question_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="wanted one that holds {question}"):
+        gsm8k.task(data=folder(tmp_path), template="question")
 
 
 def test_the_published_files_have_7473_and_1319_rows():
-    task = gsm8k.task(data=str(published("gsm8k")), template="{question}", test_size=0)
+    task = gsm8k.task(data=str(published("gsm8k")), template="{question}")
     assert (task.size, len(task.test)) == (7473, 1319)
     assert {problem.meta["row"] for problem in train_problems(task, key(0), 0, 7473)} == set(range(7473))
     assert all(re.fullmatch(r"-?\d+(\.\d+)?", problem.answer) for problem in task.test)

@@ -16,7 +16,7 @@ from grpo_fn.tasks.task import TEST_UID, train_problems
 SUBJECTS = ["Algebra", "Geometry"]
 KNOBS = {
     **{"train": ["train.jsonl"], "test": "math500.jsonl", "levels": [1, 2, 3, 4, 5, None], "subjects": SUBJECTS},
-    **{"template": "{problem}", "test_size": 0},
+    "template": "{problem}",
 }
 TRAIN = [
     {"problem": f"p{i}", "level": level, "type": subject, "solution": rf"\boxed{{{i}}}", "answer": str(i)}
@@ -57,11 +57,6 @@ def test_training_asks_the_levels_and_subjects_named_and_the_held_out_set_stays_
     assert task.notes == (() if whole else (f"asks {task.size} of 12 training rows, by level and subject",))
 
 
-@pytest.mark.parametrize(("test_size", "want"), [(0, 3), (2, 2), (9, 3)])
-def test_test_size_takes_the_first_rows(data, test_size, want):
-    assert [p.prompt for p in math.task(**{**data, "test_size": test_size}).test] == ["t0", "t1", "t2"][:want]
-
-
 def test_the_prompt_is_the_template_and_a_row_without_an_answer_field_has_its_last_box(tmp_path):
     rows = [
         {
@@ -94,10 +89,10 @@ def test_training_rows_without_an_answer_are_left_out_and_noted_and_held_out_one
         math.task(**folder(tmp_path, math500=[TEST[0], {**TEST[1], "answer": ""}]))
 
 
-def test_held_out_problems_are_not_trained_on_even_those_beyond_test_size(tmp_path):
+def test_held_out_problems_are_not_trained_on(tmp_path):
     shared = [{**row, "problem": f" {row['problem']}\n"} for row in TEST]
     knobs = folder(tmp_path, test=[*TRAIN[:2], *({**row, "solution": ""} for row in shared)])
-    task = math.task(**{**knobs, "train": ["train.jsonl", "test.jsonl"], "test_size": 1})
+    task = math.task(**{**knobs, "train": ["train.jsonl", "test.jsonl"]})
     assert task.size == 14
     assert {row.prompt.strip() for row in task.rows}.isdisjoint({"t0", "t1", "t2"})
     assert task.notes == ("left out 3 training rows that are held-out problems: 14, 15, 16",)
@@ -131,7 +126,6 @@ def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, row, want):
         ({"subjects": ["algebra"]}, r"subjects: got \['algebra'\].*: Algebra, Geometry"),
         ({"subjects": []}, r"subjects: got \[\]"),
         ({"template": "{question}"}, r"template: got '\{question\}', wanted one that holds \{problem\}"),
-        ({"test_size": -1}, r"test_size: got -1"),
         ({"train": []}, r"training rows: got none|levels: got"),
         ({"test": "nowhere.jsonl"}, r"without nowhere\.jsonl"),
     ],

@@ -13,7 +13,6 @@ from grpo_fn.tasks.task import TEST_UID
 
 KNOBS = {
     **{"file": "mbpp.jsonl", "train": ["train"], "test": ["test"], "template": "{text}\n{tests}", "shown_tests": 2},
-    "test_size": 0,
 }
 
 
@@ -108,7 +107,6 @@ def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, changes, want):
         ({"shown_tests": -1}, "shown_tests: got -1"),
         ({"template": "{text}"}, r"wanted one that holds \{tests\}"),
         ({"template": "{tests}"}, r"wanted one that holds \{text\}"),
-        ({"test_size": -1}, "test_size: got -1"),
         ({"file": "other.jsonl"}, r"without other\.jsonl"),
     ],
 )
