@@ -133,7 +133,7 @@ def write_evaluation(
 ) -> dict[str, float]:
     """On the main rank: an evaluation in the files of the run, at its step; returns its figures."""
     how, (judged, complaints) = run.settings.evaluation, found
-    record_evaluation(run.run_dir, step, judged, run.settings.logging.samples_rows, loggers.writer)
+    record_evaluation(run.run_dir, step, judged, loggers.writer)
     figures = {**summarise(judged, ks=how.ks, by=how.by), "eval/lag_steps": float(now - step), "eval/seconds": seconds}
     loggers.writer.amend(step, figures)  # the last one: where they are in the metrics, all of it is there
     for complaint in complaints:

@@ -22,7 +22,7 @@ from grpo_fn.core.types import Rollout
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import check_demonstrations, given_rollout, shown_rows
-from grpo_fn.shell.model.logprob_model import chunk_elements
+from grpo_fn.shell.model.logprob_model import LogprobModel, chunk_elements
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
@@ -155,7 +155,7 @@ def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Ten
         attention=compute.attention,
         adapters=settings.lora,
         logprob_model=partial(
-            compute.logprob_model,
+            LogprobModel,
             temperature=settings.sampling.temperature,
             logits_chunk_elements=chunk_elements(compute.logits_chunk_elements, device),
             input_packing=compute.input_packing,

@@ -347,7 +347,7 @@ def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[st
         run.sampler.load(run.policy)  # no step did
     judged = how.grade_answers(run.greedy, run.sampled, run.held_out, key=key, score=run.score)
     if run.world.main:
-        record_evaluation(run.run_dir, step, judged, run.settings.logging.samples_rows, loggers.writer)
+        record_evaluation(run.run_dir, step, judged, loggers.writer)
     return {**summarise(judged, ks=how.ks, by=how.by), **found}
 
 

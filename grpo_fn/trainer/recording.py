@@ -55,6 +55,8 @@ JUDGE_METRICS = {  # by field of reward_pool.JudgeCost
 }
 KERNELS = "kernels.jsonl"  # a line for each start of the process, on CUDA
 LOG = 600.0  # seconds that the log may take for what is waiting, where the ranks have no shorter deadline
+SAMPLES = 8  # completions in each of TensorBoard's tables
+PAGE_ROWS = 64  # of the page of a step's signal, the most influential ones
 STRONGEST = 40  # tokens in TensorBoard's table
 COLUMNS, CELL = 512, 4  # of TensorBoard's picture: tokens of a row, pixels of a token
 AS_SAMPLED = (
@@ -141,7 +143,7 @@ def lost_rows(run: TrainingRun, before: Counter, loggers: RunLoggers) -> dict[st
 # -- a step in tables, pictures and pages
 
 
-def sample_rows(seen: Experience, count: int) -> list[Row]:
+def sample_rows(seen: Experience) -> list[Row]:
     """The first samples as a person would read them."""
     problems, rollout, reward = seen.groups
     size, adv = reward.value.shape[1], sample_advantages(seen.adv, seen.groups)
@@ -153,7 +155,7 @@ def sample_rows(seen: Experience, count: int) -> list[Row]:
             "reward": f"{reward.value.flatten()[b]:.2f}",
             "advantage": f"{adv.flatten()[b]:.2f}",
         }
-        for b in range(min(count, len(rollout.text)))
+        for b in range(min(SAMPLES, len(rollout.text)))
     ]
 
 
@@ -193,7 +195,7 @@ def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Ten
     writer.histogram(step, "generation/length", rollout.mask.sum(-1))
     writer.histogram(step, "loss/ratio", seen.ratio)
     if is_due(step, how.samples_every):
-        writer.table(step, "samples", sample_rows(seen, how.samples_rows))
+        writer.table(step, "samples", sample_rows(seen))
     if is_due(step, how.compare_presets_every):
         look("the lens", step, loggers.console, partial(record_presets, run, step, seen, gains, key, writer))
     if is_due(step, how.token_report_every) or (how.token_report_every and step == run.settings.steps):
@@ -234,8 +236,8 @@ def token_signals(run: TrainingRun, seen: Experience, gains: Gains) -> tuple[tok
     algo, tokenizer = run.algo, run.tokenizer
     signal, figures = token_report.as_sampled(seen.batch, algo.objective, gains, minibatches=algo.minibatches)
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    special, rows = {*tokenizer.all_special_ids}, run.settings.logging.token_report_rows
-    shown = token_report.token_report(seen, signal, figures, decode, special, rows=rows)
+    special = {*tokenizer.all_special_ids}
+    shown = token_report.token_report(seen, signal, figures, decode, special, rows=PAGE_ROWS)
     return shown, AS_SAMPLED + REFUSED * without_signal(seen.batch, algo)
 
 
@@ -342,10 +344,10 @@ def recorded_kernels(run_dir: Path, step: int) -> dict[str, str]:
     return found[-1] if found else {}
 
 
-def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], rows: int, writer: AsyncWriter) -> None:
-    """Everything that was answered to eval/step_N.jsonl, the first `rows` of it to TensorBoard."""
+def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], writer: AsyncWriter) -> None:
+    """Everything that was answered to eval/step_N.jsonl, the first SAMPLES of it to TensorBoard."""
     rollout_store.store_evaluation(run_dir / "eval", step, [one.row() for one in judged])
-    writer.table(step, "eval/samples", [one.display_fields() for one in judged[:rows]])
+    writer.table(step, "eval/samples", [one.display_fields() for one in judged[:SAMPLES]])
 
 
 # -- what the rules of health find in the metrics

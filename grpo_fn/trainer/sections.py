@@ -29,7 +29,6 @@ from grpo_fn.shell.episodes.tape import Tape
 from grpo_fn.shell.logging.tracker import Mirror
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import Demonstrate
-from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.model.packed_input import InputPacking
 from grpo_fn.shell.policy.fsdp import LossScale, Optimizer, Schedule
@@ -70,10 +69,8 @@ class Compute:
     dtype: str  # of the computation; trainable weights are kept in float32
     attention: str  # "sdpa", of which torch chooses the kernel, or one by name: docs/running/performance.md
     deterministic: bool  # CUDA kernels that give the same bits again; a CPU's do without it
-    logprob_model: Callable[..., LogprobModel]  # (model, *, temperature, logits_chunk_elements, input_packing)
     logits_chunk_elements: int  # most logits that live at once in the head; fewer where the device is small
     input_packing: Callable[[nn.Module], InputPacking]  # padded rows, rows end to end, with prompts shared
-    SUPPLIED: ClassVar = {"logprob_model": ("temperature", "logits_chunk_elements", "input_packing")}
 
     def __post_init__(self) -> None:
         check_positive(logits_chunk_elements=self.logits_chunk_elements)
@@ -293,11 +290,9 @@ class Logging:
 
     keep_rollouts: int  # of the newest steps
     samples_every: int  # tables of completions in TensorBoard
-    samples_rows: int  # completions in each of those tables
     checksums_every: int  # of each step's quantities, for replay
     compare_presets_every: int  # what every preset would have made of the step
     token_report_every: int  # and the last step: the signal token by token, a page and TensorBoard
-    token_report_rows: int  # the most influential ones
     start_kl_every: int  # loss/kl_start, the KL to the start model, of which a frozen copy is kept then
     profile_steps: Sequence[int]  # of which torch.profiler keeps a trace
     mirror: Mirror  # metrics elsewhere, too

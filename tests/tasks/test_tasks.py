@@ -340,7 +340,7 @@ def test_a_missing_folder_or_file_is_refused_with_what_is_there(tmp_path):
 
 
 def test_a_template_without_the_question_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="wanted one that holds {question}"):
+    with pytest.raises(ValueError, match=r"wanted one that holds \{question\}"):
         gsm8k.task(data=folder(tmp_path), template="question")
 
 
