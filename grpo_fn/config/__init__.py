@@ -2,7 +2,7 @@
 
 gin serves as a grammar and a table of bindings (`parse.parse_gin`; `parse` alone imports it); nothing of it outlives
 `load_config`: no live reference, no lock, no scope. Then references, scopes and macros are resolved and every name is
-checked (`resolve`), and the result is frozen into plain `functools.partial`s (`freeze`) and written down (`dump`).
+checked, the result is frozen into plain `functools.partial`s (`resolve`) and written down (`dump`).
 
 A later binding beats an earlier one; `@scope/f` takes the knobs bound for `f`, then those for `scope/f`; a reference
 without a scope inherits that of the function whose knob it is: all as in gin. Two things are simpler than in gin: a
@@ -10,15 +10,14 @@ macro is a substitution, resolved where it is used, and `@f()` is called once fo
 """
 
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_fn.config.dump import collect_hparams, dump, with_absolute_paths
-from grpo_fn.config.freeze import freeze, value_fingerprint
 from grpo_fn.config.nodes import Node
 from grpo_fn.config.parse import parse_gin
-from grpo_fn.config.resolve import fill_macros, knobs_of, resolve
+from grpo_fn.config.resolve import fill_macros, freeze, knobs_of, resolve, value_fingerprint
 
 __all__ = ["Config", "freeze", "load_config", "parse_gin", "value_fingerprint"]
 
@@ -65,13 +64,10 @@ def load_config(
     node = resolve(bindings, target, getattr(module, "SUPPLIED", {}), wanted)
     placed = with_absolute_paths(bindings)
     nodes = [node, resolve(placed, target, getattr(module, "SUPPLIED", {}), wanted)] if placed != bindings else [node]
-    fingerprints = dict.fromkeys(counted_fingerprint(one, getattr(module, "CHANGEABLE", ())) for one in nodes)
+    changeable = getattr(module, "CHANGEABLE", ())  # knobs that may be others when a run goes on
+    counted = [replace(one, knobs={k: value for k, value in one.knobs.items() if k not in changeable}) for one in nodes]
+    fingerprints = dict.fromkeys(map(value_fingerprint, counted))
     return Config(node, dump(placed), "/".join(fingerprints), collect_hparams(bindings))
-
-
-def counted_fingerprint(node: Node, changeable: Collection[str]) -> str:
-    """Of the root without the knobs that may change while a run is interrupted."""
-    return value_fingerprint(replace(node, knobs={k: value for k, value in node.knobs.items() if k not in changeable}))
 
 
 def import_function(name: str) -> tuple[Any, Callable[..., Any]]:

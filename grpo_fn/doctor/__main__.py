@@ -107,7 +107,7 @@ def configuration_needs(files: Sequence[str], params: Sequence[str]) -> tuple[se
     finding = partial(Finding, "configuration", "gin")
     try:
         from grpo_fn.config import load_config
-        from grpo_fn.config.freeze import canonical_text
+        from grpo_fn.config.resolve import canonical_text
 
         text = canonical_text(load_config(files, params).root)
     except Exception as error:  # a torch or gin that does not import ends in any
