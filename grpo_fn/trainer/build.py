@@ -24,7 +24,7 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import check_demonstrations, given_rollout, shown_rows
 from grpo_fn.shell.model.logprob_model import LogprobModel, chunk_elements
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
-from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
+from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
 from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
@@ -94,7 +94,15 @@ def build(
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS), world.device)
     frozen = {"reference": checked.frozen, "teachers": teacher_specs(s, spec, checked, taught.folders)}
     loaded = world.together(partial(load_and_shard, world, spec, **frozen), what="loading the model")
-    policy = build_policy(s, loaded, world, reference=checked.reference)
+    policy = FSDPPolicy(
+        loaded.logprob_model,
+        world=world,
+        data=loaded.data,
+        reference_model=loaded.reference_model if checked.reference else None,
+        dropout_modules=loaded.dropout_modules,
+        seed=s.seed,
+        **vars(s.policy),
+    )
     streaming = StreamingRewards(pool := s.rewards.pool())
     context = replace(sampler_context(spec, world, loaded.decoding, streaming.on_completion), environments=environments)
     draw = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
@@ -191,7 +199,7 @@ def open_and_prepare(
     s, task = settings, checked.task
     draws = looked_at(s, task)
     key = prng.fold_in(prng.key(s.seed, device="cpu"), DATA)
-    prepare_here = partial(prepare_with_teachers, s, checked, train_problems(task, key, 0, draws), main=world.main)
+    drawn = train_problems(task, key, 0, draws)
     world.agree(partial(check_judges_answer, s, request.run_dir, main=world.main), what="asking the judges")
     enter_folder = partial(
         enter,
@@ -207,6 +215,11 @@ def open_and_prepare(
     sources = [checked.source, *(source for source, _ in checked.teachers.values())]
     there = all(isinstance(one, hf.Pretrained) for one in sources)  # to be looked at before a run folder is made
 
+    def prepare_here() -> tuple[PreparedModel, PreparedTeachers]:
+        prepared = prepare_data(checked.source, task, drawn, checked.config, s.data, s.sampling, s.episodes)
+        check_run_demonstrations(s, checked.shown, drawn, prepared.tokenizer, prepared.task, checked.config)
+        return prepared, prepare_teachers(s, checked, drawn, prepared.tokenizer, main=world.main)
+
     def open_folder() -> None:
         world.agree(enter_folder, what="opening the run folder")
         report(f"the run folder is {request.run_dir}")
@@ -221,19 +234,6 @@ def open_and_prepare(
     if there:
         open_folder()
     return prepared
-
-
-def build_policy(settings: Settings, loaded: LoadedModel, world: World, *, reference: bool) -> FSDPPolicy:
-    """The policy with its optimizer."""
-    return FSDPPolicy(
-        loaded.logprob_model,
-        world=world,
-        data=loaded.data,
-        reference_model=loaded.reference_model if reference else None,
-        dropout_modules=loaded.dropout_modules,
-        seed=settings.seed,
-        **vars(settings.policy),
-    )
 
 
 def sampler_context(
@@ -307,7 +307,7 @@ def beside_samples(
     if shown is None:
         return None
     given = demonstration_reader(settings.data, tokenizer, device)
-    return partial(shown_rows, checked.shown, shown_key(settings), shown.rows, given)
+    return partial(shown_rows, checked.shown, demonstration_key(settings), shown.rows, given)
 
 
 class PreparedModel(NamedTuple):
@@ -343,16 +343,6 @@ def prompt_limit(sampling: Sampling, max_positions: int | None) -> int | None:
             f"sections.Sampling.max_total_tokens: got {total}, wanted at most the model's {max_positions} positions"
         )
     return total - 1
-
-
-def prepare_with_teachers(
-    settings: Settings, checked: ValidatedPlan, drawn: Sequence[Problem], *, main: bool
-) -> tuple[PreparedModel, PreparedTeachers]:
-    """As `prepare_data`, and the teachers; raises ValueError for either."""
-    how = (settings.data, settings.sampling, settings.episodes)
-    prepared = prepare_data(checked.source, checked.task, drawn, checked.config, *how)
-    look_at_demonstrations(settings, checked.shown, drawn, prepared.tokenizer, prepared.task, checked.config)
-    return prepared, prepare_teachers(settings, checked, drawn, prepared.tokenizer, main=main)
 
 
 def prepare_data(
@@ -397,12 +387,12 @@ def prepare_data(
 # -- the demonstrations of a run, looked at before any weights are loaded
 
 
-def shown_key(settings: Settings) -> Tensor:
+def demonstration_key(settings: Settings) -> Tensor:
     """Key of the stream of demonstrations beside sampled completions."""
     return prng.fold_in(prng.key(settings.seed, device="cpu"), SHOWING)
 
 
-def look_at_demonstrations(
+def check_run_demonstrations(
     settings: Settings,
     shown: Task | None,
     drawn: Sequence[Problem],
@@ -414,7 +404,7 @@ def look_at_demonstrations(
     problems = [*drawn, *task.test] if isinstance(settings.algorithm, Stage) else []
     if shown is not None:
         draws = min(shown.size, settings.demonstrations.rows * settings.steps) if shown.rows else settings.steps
-        problems += train_problems(shown, shown_key(settings), 0, draws)
+        problems += train_problems(shown, demonstration_key(settings), 0, draws)
     check_demonstrations(
         problems,
         tokenizer=tokenizer,

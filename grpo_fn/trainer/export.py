@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo_fn.analysis.evaluation import grader_names
@@ -88,24 +88,12 @@ def export_whole(found: LocatedModel, out: Path) -> None:
     check_fits(found.checkpoint, config)
     model = hf.empty_model(config)
     model.generation_config = hf.generation_config(folder, config)
-    weights = whole_weights(found.checkpoint, folder)
+    weights: Mapping[str, Tensor] = store.read_tensors(found.checkpoint, WEIGHTS)
+    if (how := adapters(found.checkpoint)) is not None:
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").requires_grad_(False)  # dtype of its files
+        weights = dict(lora.merge_adapters(with_adapters(weights_of(base), weights), how))
     check_space(out, sum(x.nbytes for x in weights.values()) + 2**20)
     hf.export_model_folder(model, weights, hf.load_tokenizer(folder), out)
-
-
-def whole_weights(saved: Path, folder: str) -> Mapping[str, Tensor]:
-    """Every weight under its plain name."""
-    trained, how = store.read_tensors(saved, WEIGHTS), adapters(saved)
-    return (
-        trained
-        if how is None
-        else dict(lora.merge_adapters(with_adapters(weights_of(open_model(folder)), trained), how))
-    )
-
-
-def open_model(folder: str) -> nn.Module:
-    """The model in the dtype of its files."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").requires_grad_(False)
 
 
 def export_adapter(found: LocatedModel, out: Path) -> None:

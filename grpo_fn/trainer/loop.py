@@ -341,20 +341,15 @@ def training_problem(run: TrainingRun) -> Callable[[int], Problem]:
 def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[str, float]:
     """Measure the policy on the held-out problems; all that it answered goes to eval/step_N.jsonl."""
     how, key = run.settings.evaluation, prng.fold_in(run.key, EVALUATION)
-    found = {}
+    figures = {}
     if isinstance(run.algo, Stage):
-        found = held_out_likelihood(run)
+        given = run.given(run.held_out)  # how likely the policy finds the held-out demonstrations
+        figures = metrics.likelihood("eval/", metrics.stat(-run.policy.logp(given), given.mask))
         run.sampler.load(run.policy)  # no step did
     judged = how.grade_answers(run.greedy, run.sampled, run.held_out, key=key, score=run.score)
     if run.world.main:
         record_evaluation(run.run_dir, step, judged, loggers.writer)
-    return {**summarise(judged, ks=how.ks, by=how.by), **found}
-
-
-def held_out_likelihood(run: TrainingRun) -> dict[str, float]:
-    """How likely the policy finds the held-out demonstrations: `eval/loss`, `eval/perplexity` and `eval/tokens`."""
-    given = run.given(run.held_out)
-    return metrics.likelihood("eval/", metrics.stat(-run.policy.logp(given), given.mask))
+    return {**summarise(judged, ks=how.ks, by=how.by), **figures}
 
 
 def save_checkpoint(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> None:

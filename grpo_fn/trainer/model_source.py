@@ -48,7 +48,9 @@ def locate(name: str, *, warn: Callable[[str], None]) -> LocatedModel:
         return LocatedModel(hf.Pretrained(str(exported)), None, str(exported))
     if adapters(saved) is None and exported.is_dir():  # shape, tokenizer and stop tokens are those of all checkpoints
         return LocatedModel(hf.Pretrained(str(exported)), saved, str(saved))
-    return LocatedModel(configured_model(run), saved, str(saved))
+    # The model that the configuration names: adapters need its weights, and `model/` has them merged already.
+    named = freeze(load_config([str(run / "config.gin")], []).root.knobs["model"], {})
+    return LocatedModel(model_source(named, "train.train.model"), saved, str(saved))
 
 
 def run_of(name: str) -> Path | None:
@@ -81,11 +83,6 @@ def verified_checkpoint(path: Path) -> Path:
     except (Broken, OSError) as error:  # a run that is going on may delete it while it is looked at
         raise ValueError(f"got checkpoint {path}, which is broken: {error}; wanted a whole one") from error
     return path
-
-
-def configured_model(run: Path) -> hf.ModelSource:
-    """The model that a run's configuration names. Adapters need its weights: `model/` has them merged already."""
-    return model_source(freeze(load_config([str(run / "config.gin")], []).root.knobs["model"], {}), "train.train.model")
 
 
 def adapters(saved: Path) -> lora.LoRA | None:

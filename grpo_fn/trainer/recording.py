@@ -368,19 +368,17 @@ def check_health(run: TrainingRun, step: int, loggers: RunLoggers) -> list[healt
 
 def report_findings(found: Findings, step: int, loggers: RunLoggers) -> list[health.HealthFinding]:
     """Say what was found of a step: what warns, and what ends the run, which is returned."""
-    warned, fatal = ([quote_loss(one, loggers.losses) for one in findings] for findings in found)
+    # Rows without a score: with the first line about the first row that was lost, where there is one.
+    quote = f". The first: {loggers.losses[0].splitlines()[0]}" if loggers.losses else ""
+    warned, fatal = (
+        [one._replace(text=one.text + quote) if one.rule == "invalid_high" else one for one in findings]
+        for findings in found
+    )
     every = [*dict.fromkeys([*warned, *fatal])]
     for found in every:
         loggers.console.line(f"health, {found.rule}: {found.text}")
     loggers.writer.table(step, "health", [found._asdict() for found in every])
     return [*fatal]
-
-
-def quote_loss(found: health.HealthFinding, losses: Sequence[str]) -> health.HealthFinding:
-    """The finding; that of `invalid_high` with the first line about the first row that was lost, where there is one."""
-    if found.rule != "invalid_high" or not losses:
-        return found
-    return found._replace(text=f"{found.text}. The first: {losses[0].splitlines()[0]}")
 
 
 # -- every preset of gin/algo laid over a configuration

@@ -139,11 +139,6 @@ def teacher_prompts(groups: Groups, prompt: PrivilegedPrompt | None) -> list[str
     return found
 
 
-def stand_ins(size: int, parts: Sequence[str], text: str) -> list[Sample]:
-    """A group of samples that are right by any measure, to try a prompt with."""
-    return [Sample(text, float("inf"), dict.fromkeys(parts, float("inf")))] * max(2, size)
-
-
 def ask_server(served: VllmTeacher, world: World, rollout: Rollout) -> Float[Tensor, "B T"]:
     """Log-probs of a rollout's tokens from vLLM servers, which one rank asks for all."""
     return world.agree_at_length(partial(served.logp, rollout), what="the teacher's log-probs from its servers")
@@ -260,7 +255,8 @@ def check_teacher_prompts(
     What a prompt takes from another sample is counted as `max_new_tokens` tokens, as long as one may be.
     """
     length = cache(lambda text: len(encode(text)))
-    plain, long = (stand_ins(size, parts, text) for text in ("x", "x x x x x x x x"))
+    best = dict.fromkeys(parts, float("inf"))  # right by any measure
+    plain, long = ([Sample(text, float("inf"), best)] * max(2, size) for text in ("x", "x x x x x x x x"))
     for problem in problems:
         tried = [problem.prompt if prompt is None else prompt(problem, one, 0) for one in (plain, long)]
         if odd := [one for one in tried if not isinstance(one, str | None)]:
@@ -325,8 +321,9 @@ def prepare_teachers(
     opened = open_teachers({name: source for name, (source, _) in checked.teachers.items()}, tokenizer)
     if main:
         vocabulary = checked.config.get_text_config().vocab_size
+        longest = settings.sampling.max_total_tokens or positions(checked.config)  # of a row; None: no limit
         for name, served in how.on_servers().items():
-            served.check_server(name, tokenizer, vocabulary, longest_row(settings, checked))
+            served.check_server(name, tokenizer, vocabulary, longest)
     changes = prompt_changes(how, settings, checked, {name: theirs for name, (_, theirs) in opened.items()}, tokenizer)
     for name, change in changes.items():
         check_teacher_prompts(
@@ -375,12 +372,6 @@ def teacher_positions(name: str, how: Teacher, checked: ValidatedPlan) -> int | 
         return positions(checked.teachers[name][1])
     served = how.on_servers()
     return served[name].max_model_len - 1 if name in served else positions(checked.config)
-
-
-def longest_row(settings: Settings, checked: ValidatedPlan) -> int | None:
-    """Most tokens of a row that the policy writes; None: no limit."""
-    longest = settings.sampling.max_total_tokens
-    return positions(checked.config) if longest is None else longest
 
 
 def teacher_of_run(
