@@ -106,9 +106,16 @@ def launch_training(args: argparse.Namespace) -> int:
     kwargs = config.kwargs()
     from grpo_fn import train
 
-    request = {name: getattr(args, name) for name in ("run_dir", "dry_run", "ranks", "hosts", "force")}
+    request = train.RunRequest(
+        config=config,
+        run_dir=args.run_dir,
+        dry_run=args.dry_run,
+        ranks=args.ranks,
+        hosts=args.hosts,
+        force=args.force,
+    )
     try:
-        return train.launch(kwargs, config=config, **request)
+        return train.launch(request, kwargs)
     except train.EngineRefused as error:  # where in the engine or the probe it was found out is no news to anyone
         if first_on_host(str(error)):
             notes = getattr(error, "__notes__", [])

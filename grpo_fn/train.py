@@ -34,13 +34,13 @@ MACROS = {
 }
 
 
-def launch(kwargs: Mapping[str, Any], **request: Any) -> int:
+def launch(request: RunRequest, kwargs: Mapping[str, Any]) -> int:
     """Run `train` with the configured arguments; returns the exit code. Ends with EXIT_LOST when a rank is gone.
 
     Raises EngineRefused when an engine must not be sampled from.
     """
     try:
-        return train(RunRequest(**request), **kwargs)
+        return train(request, **kwargs)
     except (Elsewhere, LostRank) as error:
         return leave_lost(error, then="the same command goes on from the newest checkpoint")
 

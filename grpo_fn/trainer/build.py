@@ -51,7 +51,7 @@ from grpo_fn.trainer.run import (
     SHOWING,
     RunRequest,
     TrainingRun,
-    looked_at,
+    draws_to_check,
     run_algorithm,
 )
 from grpo_fn.trainer.sections import Data, Episodes, Sampling, Settings, open_environments
@@ -197,7 +197,7 @@ def open_and_prepare(
 ) -> tuple["PreparedModel", PreparedTeachers]:
     """Enter the run folder, and look at model folder, all prompts and teachers; in the order that wastes least."""
     s, task = settings, checked.task
-    draws = looked_at(s, task)
+    draws = draws_to_check(s, task)
     key = prng.fold_in(prng.key(s.seed, device="cpu"), DATA)
     drawn = train_problems(task, key, 0, draws)
     world.agree(partial(check_judges_answer, s, request.run_dir, main=world.main), what="asking the judges")

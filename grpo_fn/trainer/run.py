@@ -130,19 +130,18 @@ def follow_groups(settings: Settings, task: Task, group_sampling: SampleGroups |
     """A group sampling that also moves the state of the run's curriculum, if it has one."""
     if settings.curriculum is None:
         return group_sampling
-    knobs = {"curriculum": settings.curriculum, "labels": task.arms}
-    return partial(sample_and_follow, group_sampling=group_sampling, **knobs)
+    return partial(sample_and_follow, group_sampling=group_sampling, curriculum=settings.curriculum, labels=task.arms)
 
 
 def run_algorithm(settings: Settings, task: Task) -> Algorithm | Stage:
     """The algorithm of a run's settings, its groups followed by the curriculum."""
-    algo = settings.algorithm
     if settings.curriculum is None:
-        return algo
-    return replace(algo, group_sampling=follow_groups(settings, task, algo.group_sampling))
+        return settings.algorithm
+    groups = follow_groups(settings, task, settings.algorithm.group_sampling)
+    return replace(settings.algorithm, group_sampling=groups)
 
 
-def looked_at(settings: Settings, task: Task) -> int:
+def draws_to_check(settings: Settings, task: Task) -> int:
     """Training problems from the first one on among which all that the run may ask are, an epoch at most.
 
     A curriculum may ask a single arm all the time; where there are rows, all of them are looked at anyway.
