@@ -92,8 +92,9 @@ def build(
     environments, environment_workers = open_environments(s.episodes, tokenizer)
     report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS), world.device)
-    frozen = {"reference": checked.frozen, "teachers": teacher_specs(s, spec, checked, taught.folders)}
-    loaded = world.together(partial(load_and_shard, world, spec, **frozen), what="loading the model")
+    teachers = teacher_specs(s, spec, checked, taught.folders)
+    load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=teachers)
+    loaded = world.together(load, what="loading the model")
     policy = FSDPPolicy(
         loaded.logprob_model,
         world=world,
@@ -104,13 +105,17 @@ def build(
         **vars(s.policy),
     )
     streaming = StreamingRewards(pool := s.rewards.pool())
-    context = replace(sampler_context(spec, world, loaded.decoding, streaming.on_completion), environments=environments)
+    context = sampler_context(spec, world, loaded.decoding, streaming.on_completion, environments)
     draw = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, draw, s.sampling, s.data)
     report(sampler_line(s, checked.config, world.device))
     sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
-    asked = {"key": prng.fold_in(key, PROBING), "max_positions": positions(checked.config), "dtype": checked.dtype}
-    probe = s.sampling.probe and partial(s.sampling.probe, **asked)
+    probe = s.sampling.probe and partial(
+        s.sampling.probe,
+        key=prng.fold_in(key, PROBING),
+        max_positions=positions(checked.config),
+        dtype=checked.dtype,
+    )
     with closing(sampler), pool, streaming, environment_workers:
         yield TrainingRun(
             settings=s,
@@ -237,11 +242,23 @@ def open_and_prepare(
 
 
 def sampler_context(
-    spec: ModelSpec, world: World, full_model: Callable[[], torch.nn.Module], on_completion: OnCompletion | None
+    spec: ModelSpec,
+    world: World,
+    full_model: Callable[[], torch.nn.Module],
+    on_completion: OnCompletion | None,
+    environments: Environments | None,
 ) -> SamplerContext:
     """What a sampler factory is given."""
-    known = {name: getattr(spec, name) for name in ("folder", "config", "dtype", "adapters")}
-    return SamplerContext(**known, world=world, full_model=full_model, on_completion=on_completion)
+    return SamplerContext(
+        folder=spec.folder,
+        config=spec.config,
+        dtype=spec.dtype,
+        adapters=spec.adapters,
+        world=world,
+        full_model=full_model,
+        on_completion=on_completion,
+        environments=environments,
+    )
 
 
 def start_sampler(
@@ -268,7 +285,11 @@ def start_sampler(
 
 
 def build_evaluator(
-    settings: Settings, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase, world: World, asked: Environments | None
+    settings: Settings,
+    spec: ModelSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    environments: Environments | None,
 ) -> partial | None:
     """What starts an evaluator with an engine of its own; None without one."""
     how = settings.evaluation
@@ -278,9 +299,7 @@ def build_evaluator(
         start_sampler,
         how.async_sampler,
         # A module of its own, whatever trains.
-        replace(
-            sampler_context(spec, world, partial(spec.full_model, world.device, spec.dtype), None), environments=asked
-        ),
+        sampler_context(spec, world, partial(spec.full_model, world.device, spec.dtype), None, environments),
         copy.deepcopy(tokenizer),  # a tokenizer is not made for two threads
         token_samplers.greedy,
         settings.sampling,
@@ -295,8 +314,13 @@ def demonstration_reader(
     data: Data, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> Callable[[Sequence[Problem]], Rollout]:
     """Problems with demonstrations -> their rows, one each, on a device."""
-    encoding = {"demonstration": data.demonstration, "encode": data.encode_prompt}
-    return partial(given_rollout, tokenizer=tokenizer, device=device, **encoding)
+    return partial(
+        given_rollout,
+        tokenizer=tokenizer,
+        device=device,
+        demonstration=data.demonstration,
+        encode=data.encode_prompt,
+    )
 
 
 def beside_samples(

@@ -135,8 +135,7 @@ class Episodes:
 
     def pool(self) -> EnvironmentPool:
         """The worker processes of the environment. A context manager."""
-        knobs = {name: getattr(self, name) for name in ("workers", "deadline", "memory_mb")}
-        return EnvironmentPool(self.environment, **knobs)
+        return EnvironmentPool(self.environment, workers=self.workers, deadline=self.deadline, memory_mb=self.memory_mb)
 
     def environments(self, tokenizer: PreTrainedTokenizerBase, pool: EnvironmentPool) -> Environments:
         """What samplers need of it.
@@ -268,8 +267,16 @@ class Evaluation:
         self, greedy: Sampler, sampled: Sampler, problems: Sequence[Problem], *, key: Tensor, score: Scorer
     ) -> list[GradedAnswer]:
         """What two samplers answer to the problems, and what the graders make of it: see `evaluation.evaluate`."""
-        how = {"judges": self.graders, "samples": self.samples, "answer": self.extract_answer}
-        return evaluate(greedy, sampled, problems, key=key, score=score, **how)
+        return evaluate(
+            greedy,
+            sampled,
+            problems,
+            key=key,
+            score=score,
+            judges=self.graders,
+            samples=self.samples,
+            answer=self.extract_answer,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
