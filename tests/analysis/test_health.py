@@ -349,7 +349,6 @@ def test_every_knob_that_a_rule_advises_exists(name) -> None:
         ({"grad_norm_high": math.nan}, "got nan for grad_norm_high"),
         ({"logprob_diff_high": -1.0}, "got -1.0 for logprob_diff_high"),
         ({"loss_spike": math.inf}, "got inf for loss_spike"),
-        ({"reward_flat": "0.1"}, "got '0.1' for reward_flat"),
         ({"few_groups_with_signal": 1.5}, "got 1.5 for few_groups_with_signal, wanted a number above 0 and at most 1"),
         ({"overflowing": 65}, "got 65 for overflowing, wanted a number above 0 and at most 64"),
     ],

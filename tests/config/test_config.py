@@ -10,6 +10,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import fixture_module as fm
@@ -712,6 +713,8 @@ class FakeTrain:
     class EngineRefused(RuntimeError):
         """As an engine's guard raises it."""
 
+    RunRequest = SimpleNamespace
+
     def __init__(self, launch: Callable[..., int]) -> None:
         self.train, self.SUPPLIED, self.launch = fm.root, fm.SUPPLIED, launch
 
@@ -727,8 +730,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launch: Callable[.
 def test_launch_receives_the_frozen_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     got: dict[str, Any] = {}
 
-    def launch(kwargs: dict[str, Any], **rest: Any) -> int:
-        got.update(rest, kwargs=kwargs)
+    def launch(request: SimpleNamespace, kwargs: dict[str, Any]) -> int:
+        got.update(vars(request), kwargs=kwargs)
         return 17
 
     assert launched(monkeypatch, tmp_path, launch, "--run_dir", "d", "--gin_param", "STEPS=4", "--force") == 17
