@@ -359,7 +359,7 @@ def calls_reader(chat_format: MakeChatFormat) -> ReadCalls:
     if "read_calls" not in knobs:
         raise ValueError(
             f"sections.Episodes.chat_format: got {function.__module__}.{function.__name__}, which reads calls from "
-            "tokens alone, wanted one with the knob read_calls: chat_template.tokenizer_template or chat_format.text"
+            "tokens alone, wanted one with the knob read_calls: chat_format.tokenizer_template or chat_format.text"
         )
     return knobs["read_calls"]
 

@@ -129,4 +129,4 @@ def test_a_chat_format_that_reads_calls_in_tokens_alone_is_refused(capsys):
     )
     params = [part for one in bound for part in ("--gin_param", one)]
     assert main(["--gin_file", "run/calculator.gin", *params, "--problems", "2", "--pulls", "0"]) == 2
-    assert "wanted one with the knob read_calls: chat_template.tokenizer_template" in capsys.readouterr().err
+    assert "wanted one with the knob read_calls: chat_format.tokenizer_template" in capsys.readouterr().err

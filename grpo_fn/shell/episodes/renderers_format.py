@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core.environment import Message, ToolCall
-from grpo_fn.shell.episodes.chat_format import read_turn
+from grpo_fn.shell.episodes.chat_format import first_difference
 
 OPENING = ({"role": "user", "content": "question"},)
 # What is put behind must not depend on the turn. Families that open a thought themselves want it closed.
@@ -58,7 +58,7 @@ class RendererFormat:
 
     def read(self, turn: Sequence[int]) -> str:
         """The whole text."""
-        return read_turn(self.tokenizer, turn)
+        return self.tokenizer.decode(list(turn), skip_special_tokens=True)
 
     def _behind(self, turn: str, messages: Sequence[Message]) -> list[int] | None:
         """What the package's bridge puts behind a turn; None where it has none that keeps the turn."""
@@ -91,12 +91,9 @@ def check_conversation(made: RendererFormat, role: str) -> None:
     turn = rest[: rest.index(made.end) + 1] if made.end in rest else rest
     row = [*opened, *turn, *made.extend([Message(role, "observation", observed.get("name", ""))])]
     if row != whole:
-        at = next((i for i, (a, b) in enumerate(zip(row, whole, strict=False)) if a != b), min(len(row), len(whole)))
-        got, wanted = (
-            repr(made.tokenizer.decode(ids[at : at + 1])) if at < len(ids) else "the end" for ids in (row, whole)
-        )
+        place, got, wanted = first_difference(made.tokenizer, row, whole)
         raise ValueError(
-            f"renderer: got {got} as token {at} of a conversation with a {role} message, wanted {wanted}, as the "
+            f"renderer: got {got} as token {place} of a conversation with a {role} message, wanted {wanted}, as the "
             "package renders it whole: turns of this family cannot be appended exactly"
         )
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core.environment import Message, ToolCall
-from grpo_fn.shell.episodes.chat_format import ChatFormat, text
-from grpo_fn.shell.episodes.chat_template import tokenizer_template
+from grpo_fn.shell.episodes.chat_format import ChatFormat, text, tokenizer_template
 from grpo_fn.shell.episodes.renderers_format import family_renderer
 from grpo_fn.shell.episodes.tool_calls import hermes, no_calls
 from grpo_fn.shell.model.tiny_model import CHAT_TEMPLATE, byte_tokenizer

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core.environment import ToolCall
 from grpo_fn.shell.episodes import tool_calls
-from grpo_fn.shell.episodes.chat_template import tokenizer_template
+from grpo_fn.shell.episodes.chat_format import tokenizer_template
 from grpo_fn.shell.model.tiny_model import byte_tokenizer
 
 FOUND = find_spec("trl")
