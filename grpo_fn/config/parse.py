@@ -259,9 +259,8 @@ def explain_gin_error(error: Exception, with_place: bool) -> str:
     place = re.match(r'file "(.+)", line (\d+)\n', rest)
     where = f"{place[1]}:{place[2]}: " if place and with_place else ""
     if found := re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", message):
-        knobs = knobs_of(gin.config._REGISTRY.get_match(found[1]).wrapped)
-        wanted = f"{comma_list(knobs)}{suggest_name(found[2], knobs) or knob_elsewhere(found[2])}"
-        return f"{where}{found[1]}: got a binding for {found[2]}, wanted one of {wanted}"
+        (problem,) = bad_names(found[1], gin.config._REGISTRY.get_match(found[1]).wrapped, [found[2]])
+        return where + problem + ("" if "; did you mean " in problem else knob_elsewhere(found[2]))
     if found := re.match(r"Couldn't resolve selector (\S+); <module '(\S+)'.*> has no attribute (\w+)", message):
         return f"{where}{found[1]}: {found[2]} has no {found[3]}{suggest_name(found[3], vars(sys.modules[found[2]]))}"
     last = traceback.extract_tb(error.__traceback__)[-1]

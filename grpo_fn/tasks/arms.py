@@ -20,6 +20,7 @@ from grpo_fn.tasks.task import (
     normalize_prompt,
     number_rows,
     thawed_key,
+    turn_and_arm,
 )
 
 _ROWS_SEED = 20_261_125  # of the problems that become rows, for every run and every seed alike
@@ -80,19 +81,13 @@ def _of_levels(made: Task) -> Task:
 
 
 def _train_level(parts: Sequence[Task], key: Tensor, index: int) -> Problem:
-    turn, arm = _turn_and_arm(index, len(parts))
+    turn, arm = turn_and_arm(index, len(parts))
     return parts[arm].train(_arm_keys(frozen_key(key), len(parts))[arm], turn)._replace(uid=index)
 
 
 @lru_cache(maxsize=16)
 def _arm_keys(frozen: FrozenKey, count: int) -> tuple[Tensor, ...]:
     return tuple(prng.split(thawed_key(frozen), count))
-
-
-def _turn_and_arm(index: int, arms: int) -> tuple[int, int]:
-    if index < 0:
-        raise ValueError(f"training index: got {index}, wanted an integer >= 0")
-    return divmod(index, arms)
 
 
 def _narrow_levels(made: Task, task: Task, predicate: Predicate) -> Task:
@@ -122,7 +117,7 @@ def _of_rows(made: Task, chosen: tuple[Problem, ...]) -> Task:
 
 
 def _train_row(chosen: Sequence[Problem], key: Tensor, index: int) -> Problem:
-    return chosen[_turn_and_arm(index, len(chosen))[1]]._replace(uid=index)
+    return chosen[turn_and_arm(index, len(chosen))[1]]._replace(uid=index)
 
 
 def _narrow_chosen(task: Task, predicate: Predicate) -> Task:

@@ -21,6 +21,7 @@ from grpo_fn.tasks.task import (
     FrozenKey,
     Predicate,
     Task,
+    check_index,
     filter_rows,
     frozen_key,
     list_places,
@@ -28,6 +29,7 @@ from grpo_fn.tasks.task import (
     number_tests,
     place_of,
     thawed_key,
+    turn_and_arm,
     with_notes,
 )
 
@@ -142,9 +144,7 @@ def _with_arms(test: tuple[Problem, ...], notes: Sequence[str], parts: Parts) ->
 
 
 def _train_arm(parts: Parts, key: Tensor, index: int) -> Problem:
-    if index < 0:
-        raise ValueError(f"training index: got {index}, wanted an integer >= 0")
-    turn, arm = divmod(index, len(parts))
+    turn, arm = turn_and_arm(index, len(parts))
     name, part, _ = parts[arm]
     return _named(name, part.train(_keys(frozen_key(key), len(parts))[1 + arm], turn))._replace(uid=index)
 
@@ -162,8 +162,7 @@ def _over(test: tuple[Problem, ...], notes: tuple[str, ...], parts: Parts) -> Ta
 
 
 def _train(parts: Parts, key: Tensor, index: int) -> Problem:
-    if index < 0:
-        raise ValueError(f"training index: got {index}, wanted an integer >= 0")
+    check_index(index)
     order, *keys = _keys(frozen_key(key), len(parts))
     turn, before = part_at(order, index, tuple(count for _, _, count in parts))
     name, part, _ = parts[turn]

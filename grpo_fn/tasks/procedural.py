@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.tasks import mixture
-from grpo_fn.tasks.task import Task, check_template, fill_template, generated_task, normalize_prompt
+from grpo_fn.tasks.task import Task, check_index, check_template, fill_template, generated_task, normalize_prompt
 
 DEFAULT_LEVEL = -1  # the library's own settings, which are no level of its curriculum
 EPOCH = 100_000  # training problems of a kind that are called an epoch
@@ -187,8 +187,7 @@ def _different(problems: Iterator[Problem]) -> Iterator[Problem]:
 def _train(
     name: str, levels: tuple[int, ...], template: str, held_out: frozenset[str], key: Tensor, index: int
 ) -> Problem:
-    if index < 0:
-        raise ValueError(f"training index: got {index}, wanted an integer >= 0")
+    check_index(index)
     failed: list[Exception] = []
     attempts = (_problem(name, levels, template, key, index, attempt) for attempt in range(ATTEMPTS))
     for problem in _made(attempts, failed):

@@ -165,6 +165,18 @@ def train_problems(task: Task, key: Tensor, start: int, count: int) -> tuple[Pro
     return tuple(task.train(key, index) for index in range(start, start + count))
 
 
+def check_index(index: int) -> None:
+    """Raise ValueError for a place that no stream of training problems has."""
+    if index < 0:
+        raise ValueError(f"training index: got {index}, wanted an integer >= 0")
+
+
+def turn_and_arm(index: int, arms: int) -> tuple[int, int]:
+    """Of a stream that takes arms in turn: the arm's own number of a problem, and the arm."""
+    check_index(index)
+    return divmod(index, arms)
+
+
 def normalize_prompt(prompt: str) -> str:
     """The prompt with every run of white space as one space, to compare prompts."""
     return " ".join(prompt.split())
@@ -216,8 +228,7 @@ def _no_training(key: Tensor, index: int) -> Problem:
 
 
 def _draw(rows: tuple[Problem, ...], key: Tensor, index: int) -> Problem:
-    if index < 0:
-        raise ValueError(f"training index: got {index}, wanted an integer >= 0")
+    check_index(index)
     epoch, turn = divmod(index, len(rows))
     return rows[int(_order(frozen_key(key), epoch, len(rows))[turn])]._replace(uid=index)
 
@@ -307,8 +318,7 @@ def block_uniforms(frozen: FrozenKey, width: int, index: int) -> list[float]:
 def _train(
     make: Make, content: Callable[[Problem], Hashable], width: int, held_out: frozenset, key: Tensor, index: int
 ) -> Problem:
-    if index < 0:
-        raise ValueError(f"training index: got {index}, wanted an integer >= 0")
+    check_index(index)
     frozen = frozen_key(key)
     for attempt in count_from():
         problem = make(block_uniforms(frozen, width, index))
