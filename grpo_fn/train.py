@@ -19,7 +19,7 @@ from grpo_fn.trainer.checks.dry_run import dry_run_lines
 from grpo_fn.trainer.checks.try_out import try_environment
 from grpo_fn.trainer.checks.validate import check_this_machine, validate
 from grpo_fn.trainer.loop import run_training
-from grpo_fn.trainer.plan import report_start
+from grpo_fn.trainer.plan import ValidatedPlan, report_start
 from grpo_fn.trainer.run import RunRequest
 from grpo_fn.trainer.state import check_steps, has_progress
 
@@ -124,12 +124,7 @@ def train(
     plan = validate(settings)
     try_environment(episodes, plan.task.test[0])  # not in validate: a replay may be without the tool
     if request.dry_run:
-        if not request.force and has_progress(request.run_dir):
-            check_run(request.run_dir, config_text=request.config.text, fingerprint=request.config.fingerprint)
-        check_steps(request.run_dir, steps)
-        lines = dry_run_lines(settings, plan, ranks=request.ranks, hosts=request.hosts)
-        print(*lines, "", request.config.text, sep="\n")
-        return 0
+        return dry_run(request, settings, plan)
     check_this_machine(settings)
     world = join_world(compute.device, deadline=parallelism.collective_timeout)
     report = report_start(world, started)
@@ -139,3 +134,13 @@ def train(
         code = run_training(run)
     world.leave()
     return code
+
+
+def dry_run(request: RunRequest, settings: sections.Settings, plan: ValidatedPlan) -> int:
+    """Print what the run would be and its configuration. Raises ValueError for a folder that it could not go on in."""
+    if not request.force and has_progress(request.run_dir):
+        check_run(request.run_dir, config_text=request.config.text, fingerprint=request.config.fingerprint)
+    check_steps(request.run_dir, settings.steps)
+    lines = dry_run_lines(settings, plan, ranks=request.ranks, hosts=request.hosts)
+    print(*lines, "", request.config.text, sep="\n")
+    return 0

@@ -103,7 +103,7 @@ def rules_with_limits(chosen: Sequence[str | Rule], limits: Mapping[str, int | f
     return rules
 
 
-def check_limits(limits: Mapping[str, object]) -> None:
+def check_rule_limits(limits: Mapping[str, object]) -> None:
     """Raise ValueError for a limit of no rule, and for one that cannot work."""
     for name, limit in limits.items():
         if name not in RULES:

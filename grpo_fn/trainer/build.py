@@ -24,7 +24,7 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import check_demonstrations, given_rollout, shown_rows
 from grpo_fn.shell.model.logprob_model import LogprobModel, chunk_elements
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
-from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
+from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
 from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
@@ -37,6 +37,7 @@ from grpo_fn.shell.sampler.interface import (
     spread_score,
 )
 from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
+from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
@@ -95,27 +96,14 @@ def build(
     teachers = teacher_specs(s, spec, checked, taught.folders)
     load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=teachers)
     loaded = world.together(load, what="loading the model")
-    policy = FSDPPolicy(
-        loaded.logprob_model,
-        world=world,
-        data=loaded.data,
-        reference_model=loaded.reference_model if checked.reference else None,
-        dropout_modules=loaded.dropout_modules,
-        seed=s.seed,
-        **vars(s.policy),
-    )
+    policy = build_policy(s, loaded, world, reference=checked.reference)
     streaming = StreamingRewards(pool := s.rewards.pool())
     context = sampler_context(spec, world, loaded.decoding, streaming.on_completion, environments)
     draw = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, draw, s.sampling, s.data)
     report(sampler_line(s, checked.config, world.device))
     sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
-    probe = s.sampling.probe and partial(
-        s.sampling.probe,
-        key=prng.fold_in(key, PROBING),
-        max_positions=positions(checked.config),
-        dtype=checked.dtype,
-    )
+    probe = weight_probe(s.sampling.probe, checked, prng.fold_in(key, PROBING))
     with closing(sampler), pool, streaming, environment_workers:
         yield TrainingRun(
             settings=s,
@@ -239,6 +227,26 @@ def open_and_prepare(
     if there:
         open_folder()
     return prepared
+
+
+def build_policy(settings: Settings, loaded: LoadedModel, world: World, *, reference: bool) -> FSDPPolicy:
+    """The policy with its optimizer."""
+    return FSDPPolicy(
+        loaded.logprob_model,
+        world=world,
+        data=loaded.data,
+        reference_model=loaded.reference_model if reference else None,
+        dropout_modules=loaded.dropout_modules,
+        seed=settings.seed,
+        **vars(settings.policy),
+    )
+
+
+def weight_probe(probe: Probe | None, checked: ValidatedPlan, key: Tensor) -> partial | None:
+    """What compares the engine's log-probs with the policy's after a push; None where nothing does."""
+    if probe is None:
+        return None
+    return partial(probe, key=key, max_positions=positions(checked.config), dtype=checked.dtype)
 
 
 def sampler_context(

@@ -314,7 +314,7 @@ class Health:
     limits: Mapping[str, int | float]  # of rules by name, in the place of their own
 
     def __post_init__(self) -> None:
-        health.check_limits(self.limits)
+        health.check_rule_limits(self.limits)
         health.rules_with_limits([*self.warn, *self.stop], self.limits)
 
     @property
