@@ -124,8 +124,8 @@ def build(
             algo=run_algorithm(s, task),
             reward=partial(streaming.round, reward=s.rewards.reward, world=world),
             teacher=teacher_of_run(s.teacher, policy, loaded, taught, world),
-            given=demonstration_reader(s.data, tokenizer, world.device),
-            demonstrations=beside_samples(s, checked, tokenizer, world.device),
+            demonstration_rows=(read := demonstration_reader(s.data, tokenizer, world.device)),
+            demonstrations=demonstrations_of_step(s, checked, read),
             task=task,
             evaluator=build_evaluator(s, spec, tokenizer, world, environments),
             pool=pool,
@@ -210,7 +210,7 @@ def open_and_prepare(
 
     def prepare_here() -> tuple[PreparedModel, PreparedTeachers]:
         prepared = prepare_data(checked.source, task, drawn, checked.config, s.data, s.sampling, s.episodes)
-        check_run_demonstrations(s, checked.shown, drawn, prepared.tokenizer, prepared.task, checked.config)
+        check_run_demonstrations(s, checked.demonstrations, drawn, prepared.tokenizer, prepared.task, checked.config)
         return prepared, prepare_teachers(s, checked, drawn, prepared.tokenizer, main=world.main)
 
     def open_folder() -> None:
@@ -331,15 +331,14 @@ def demonstration_reader(
     )
 
 
-def beside_samples(
-    settings: Settings, checked: ValidatedPlan, tokenizer: PreTrainedTokenizerBase, device: torch.device
+def demonstrations_of_step(
+    settings: Settings, checked: ValidatedPlan, read: Callable[[Sequence[Problem]], Rollout]
 ) -> Callable[[int], Rollout] | None:
     """Steps taken before -> the rows of demonstrations beside a step's samples; None in a run without any."""
-    shown = settings.demonstrations
-    if shown is None:
+    if settings.demonstrations is None:
         return None
-    given = demonstration_reader(settings.data, tokenizer, device)
-    return partial(shown_rows, checked.shown, demonstration_key(settings), shown.rows, given)
+    key = demonstration_key(settings)
+    return partial(shown_rows, checked.demonstrations, key, settings.demonstrations.rows, read)
 
 
 class PreparedModel(NamedTuple):
@@ -426,7 +425,7 @@ def demonstration_key(settings: Settings) -> Tensor:
 
 def check_run_demonstrations(
     settings: Settings,
-    shown: Task | None,
+    beside: Task | None,
     drawn: Sequence[Problem],
     tokenizer: PreTrainedTokenizerBase,
     task: Task,
@@ -434,9 +433,9 @@ def check_run_demonstrations(
 ) -> None:
     """Raise ValueError for a demonstration of the run, or a held-out one, that cannot be made or is too long."""
     problems = [*drawn, *task.test] if isinstance(settings.algorithm, Stage) else []
-    if shown is not None:
-        draws = min(shown.size, settings.demonstrations.rows * settings.steps) if shown.rows else settings.steps
-        problems += train_problems(shown, demonstration_key(settings), 0, draws)
+    if beside is not None:
+        draws = min(beside.size, settings.demonstrations.rows * settings.steps) if beside.rows else settings.steps
+        problems += train_problems(beside, demonstration_key(settings), 0, draws)
     check_demonstrations(
         problems,
         tokenizer=tokenizer,

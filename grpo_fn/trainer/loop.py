@@ -310,7 +310,9 @@ def take_step(run: TrainingRun, step: int, carried: Carry, span: Span) -> tuple[
     """One step of the algorithm, with `loss/kl_start` where that is due; nothing of it is recorded."""
     stream, algo = problem_stream(run, carried), run.algo
     if isinstance(algo, Stage):
-        return supervised_step(run.policy, run.sampler, stream, carried, algo=algo, given=run.given, span=span)
+        return supervised_step(
+            run.policy, run.sampler, stream, carried, algo=algo, given=run.demonstration_rows, span=span
+        )
     at_start: list[Tensor] = []
 
     def keep_all_rows(rollout: Rollout, adv: Tensor) -> Tensor:
@@ -343,7 +345,7 @@ def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[st
     how, key = run.settings.evaluation, prng.fold_in(run.key, EVALUATION)
     figures = {}
     if isinstance(run.algo, Stage):
-        given = run.given(run.held_out)  # how likely the policy finds the held-out demonstrations
+        given = run.demonstration_rows(run.held_out)  # how likely the policy finds the held-out demonstrations
         figures = metrics.likelihood("eval/", metrics.stat(-run.policy.logp(given), given.mask))
         run.sampler.load(run.policy)  # no step did
     judged = how.grade_answers(run.greedy, run.sampled, run.held_out, key=key, score=run.score)

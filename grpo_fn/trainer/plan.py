@@ -104,7 +104,7 @@ class ValidatedPlan:
     frozen: bool  # whether a frozen copy of the start model is kept, as that reference or to measure the KL to it
     teachers: Mapping[str, tuple[hf.ModelSource, PretrainedConfig]]  # those that are loaded, by key
     parts: Sequence[str]  # of the reward
-    shown: Task | None  # whose demonstrations are learned from beside the sampled completions
+    demonstrations: Task | None  # that are learned from beside the sampled completions
     plan: Plan
 
 

@@ -70,7 +70,7 @@ class TrainingRun:
     algo: Algorithm | Stage
     reward: Callable[[Sequence[Problem], Rollout], Reward]
     teacher: Callable[[Groups, Tensor], Tensor] | None  # log-probs of the sampled tokens under the teachers
-    given: Callable[[Sequence[Problem]], Rollout]  # demonstrations of problems, one row each
+    demonstration_rows: Callable[[Sequence[Problem]], Rollout]  # of problems, one row each
     demonstrations: Callable[[int], Rollout] | None  # steps taken -> given rows beside the sampled ones
     task: Task
     # Starts an engine of its own for evaluations. None: the training's engine evaluates, and the training waits.

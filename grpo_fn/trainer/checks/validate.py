@@ -72,7 +72,7 @@ def validate(settings: Settings) -> ValidatedPlan:
         frozen=reference or s.logging.start_kl_every > 0 or uses_teacher(s, self_teachers.start_model),
         teachers=find_teachers(s, config),
         parts=parts,
-        shown=None if s.demonstrations is None else try_task(s.demonstrations.task),
+        demonstrations=None if s.demonstrations is None else try_task(s.demonstrations.task),
         plan=make_plan(s, config, dtype, task),
     )
 
