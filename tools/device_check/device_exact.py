@@ -225,7 +225,7 @@ def pulled(
 
 def float16(setting: Setting) -> list[Figure]:
     """Steps with the numbers of gin/scale/fp16.gin, until one is not skipped."""
-    scaling = partial(optimizer.dynamic_loss_scale, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
+    scaling = partial(optimizer.dynamic_loss_scale, interval=2000)
     model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
     bench = built(setting, model, torch.float16, lr=1e-3, scaling=scaling, initial_scale=2.0**16)
     batch, _, _ = asked(setting, model)

@@ -219,8 +219,7 @@ def trl_advantage(key: Reader, draft: Draft, batches: Batches) -> None:
 
 def trl_optimizer(key: Reader, draft: Draft, updates: int) -> None:
     """AdamW and its schedule over so many optimizer steps; a cosine's floor is a rate, or a share of the rate."""
-    if draft.knobs["sections.PolicyUpdate.optimizer"] == "@optimizer.adamw_8bit":
-        draft.knobs = {name.replace(".adamw.", ".adamw_8bit."): value for name, value in draft.knobs.items()}
+    if draft.knobs["optimizer.adamw.implementation"] == "8bit":
         draft.differs("optim", "torchao's 8-bit AdamW (pip install 'grpo-fn[adamw8bit]')")
     kind, floor, place = key("lr_scheduler_type"), 0.0, "lr_scheduler_kwargs.min_lr"
     if kind == "cosine_with_min_lr":

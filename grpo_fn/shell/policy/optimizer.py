@@ -22,10 +22,33 @@ from grpo_fn.shell.model.load_weights import part
 SMALLEST = 1e-12  # scale of a block of zeros, as torchao has it
 
 
+IMPLEMENTATIONS = ("fused", "foreach", "8bit")  # of AdamW
+NEWTON_SCHULZ = 5  # iterations of Muon, as torch has them
+# Of the loss scale, as torch.amp.GradScaler has them. Powers of two change no bit of a gradient that neither overflows
+# nor vanishes.
+GROWTH, BACKOFF = 2.0, 0.5
+LOWEST_SCALE, HIGHEST_SCALE = 1.0, 2.0**24
+
+
 def adamw(
-    params: Iterable[nn.Parameter], *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
+    params: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    implementation: str = "fused",
 ) -> torch.optim.Optimizer:
-    """AdamW in one fused kernel: the fastest. Two moments of the weight's dtype, 8 bytes a float32 weight.
+    """AdamW: in one fused kernel, in one kernel for each operation, or with moments of 8 bits.
+
+    "fused" is the fastest: two moments of the weight's dtype, 8 bytes a float32 weight. "foreach" is for devices
+    without the fused kernel; while it steps, it holds one more copy of the weights. "8bit" keeps the moments in 8 bits
+    between steps, 2 bytes a weight: torchao's, which knows DTensors. A block of 256 numbers is kept as codes of a
+    dynamic map and one scale, its largest magnitude (Dettmers et al. 2021, "8-bit Optimizers via Block-wise
+    Quantization", arXiv:2110.02861, section 2). A rank's part of a weight with fewer than 4096 numbers, or not a
+    multiple of 256, keeps its moments in float32. Compiled on CUDA, one kernel for each shape; run as written on the
+    CPU.
 
     Args:
         params: parameters that train.
@@ -34,70 +57,33 @@ def adamw(
         beta2: decay of the second moment, per step.
         eps: added to the root of the second moment.
         weight_decay: coefficient of the decay of matrices: p -= lr weight_decay p in each step.
-
-    Returns:
-        The optimizer.
-    """
-    return torch.optim.AdamW(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, fused=True)
-
-
-def adamw_foreach(
-    params: Iterable[nn.Parameter], *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
-) -> torch.optim.Optimizer:
-    """AdamW in one kernel for each operation, for devices without the fused one.
-
-    While it steps, it holds one more copy of the weights.
-
-    Args:
-        params: parameters that train.
-        lr: learning rate; the schedule multiplies it.
-        beta1: decay of the first moment, per step.
-        beta2: decay of the second moment, per step.
-        eps: added to the root of the second moment.
-        weight_decay: coefficient of the decay of matrices: p -= lr weight_decay p in each step.
-
-    Returns:
-        The optimizer.
-    """
-    return torch.optim.AdamW(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, foreach=True)
-
-
-def adamw_8bit(
-    params: Iterable[nn.Parameter], *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
-) -> torch.optim.Optimizer:
-    """AdamW whose moments lie in 8 bits between steps, 2 bytes a weight: torchao's, which knows DTensors.
-
-    A block of 256 numbers is kept as codes of a dynamic map and one scale, its largest magnitude (Dettmers et al.
-    2021, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, section 2). A rank's part of a weight with
-    fewer than 4096 numbers, or not a multiple of 256, keeps its moments in float32. Compiled on CUDA, one kernel for
-    each shape; run as written on the CPU.
-
-    Args:
-        params: parameters that train.
-        lr: learning rate; the schedule multiplies it.
-        beta1: decay of the first moment, per step.
-        beta2: decay of the second moment, per step.
-        eps: added to the root of the second moment.
-        weight_decay: coefficient of the decay of matrices: p -= lr weight_decay p in each step.
+        implementation: "fused", "foreach" or "8bit".
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: where torchao is not installed.
+        ValueError: for another implementation, and for "8bit" where torchao is not installed.
     """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"optimizer.adamw.implementation: got {implementation!r}, wanted one of {', '.join(IMPLEMENTATIONS)}"
+        )
+    groups = _groups(params, weight_decay)
+    if implementation != "8bit":
+        return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, **{implementation: True})
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
         raise ValueError(
-            f"optimizer: got adamw_8bit without torchao ({error}), wanted it installed: "
-            "pip install 'grpo-fn[adamw8bit]'; or optimizer.adamw"
+            f"optimizer.adamw.implementation: got '8bit' without torchao ({error}), wanted it installed: "
+            "pip install 'grpo-fn[adamw8bit]'; or 'fused'"
         ) from error
-    made = AdamW8bit(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
-    for group in made.param_groups:
+    optimizer = AdamW8bit(groups, lr=lr, betas=(beta1, beta2), eps=eps)
+    for group in optimizer.param_groups:
         group["lr"] = lr
-    made.step = _between(made.step, made.param_groups)
-    return made
+    optimizer.step = _between(optimizer.step, optimizer.param_groups)
+    return optimizer
 
 
 def muon(
@@ -105,7 +91,6 @@ def muon(
     *,
     lr: float,
     momentum: float,
-    ns_steps: int,
     beta1: float,
     beta2: float,
     eps: float,
@@ -123,7 +108,6 @@ def muon(
         params: parameters that train; those with a true `of_vocabulary` are embedding and head.
         lr: learning rate of both; the schedule multiplies it.
         momentum: decay of a matrix's moment, per step.
-        ns_steps: Newton-Schulz iterations.
         beta1: decay of AdamW's first moment, per step.
         beta2: decay of AdamW's second moment, per step.
         eps: added to the root of AdamW's second moment.
@@ -144,7 +128,7 @@ def muon(
         if others is None:
             raise ValueError("optimizer.muon: got no parameters, wanted some that train")
         return others
-    return MuonWithAdamW(matrices, others, lr=lr, momentum=momentum, ns_steps=ns_steps, weight_decay=weight_decay)
+    return MuonWithAdamW(matrices, others, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -157,11 +141,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         *,
         lr: float,
         momentum: float,
-        ns_steps: int,
         weight_decay: float,
     ) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
-        self.momentum, self.ns_steps, self.others = momentum, ns_steps, others
+        self.momentum, self.others = momentum, others
         if others is not None:
             self.param_groups += others.param_groups
             others.state = self.state
@@ -188,7 +171,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         zero = nn.Parameter(torch.zeros_like(update))
         zero.grad = update
         knobs = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
-        torch.optim.Muon([zero], lr=lr, ns_steps=self.ns_steps, **knobs).step()
+        torch.optim.Muon([zero], lr=lr, ns_steps=NEWTON_SCHULZ, **knobs).step()
         return zero.detach()
 
 
@@ -282,41 +265,26 @@ def _like(moment: Tensor, local: Tensor) -> Tensor:
 # -- the loss scale of float16
 
 
-def dynamic_loss_scale(
-    scale: float,
-    good_steps: int,
-    finite: bool,
-    *,
-    growth: float,
-    backoff: float,
-    interval: int,
-    low: float,
-    high: float,
-) -> tuple[float, int]:
-    """Times `backoff` after an overflow, times `growth` after `interval` finite steps in a row, within low .. high.
+def dynamic_loss_scale(scale: float, good_steps: int, finite: bool, *, interval: int) -> tuple[float, int]:
+    """Half after an overflow, twice as much after `interval` finite steps in a row, within 1 .. 2^24.
 
-    Micikevicius et al., Mixed Precision Training (arXiv:1710.03740), section 3.2, dynamic form. Powers of two for
-    growth and backoff change no bit of a gradient that neither overflows nor vanishes. A scale that does not shrink
-    after a step that was not finite says that scaling is not what broke it.
+    Micikevicius et al., Mixed Precision Training (arXiv:1710.03740), section 3.2, dynamic form. A scale that does not
+    shrink after a step that was not finite says that scaling is not what broke it.
 
     Args:
         scale: the factor on the loss at this step.
         good_steps: finite steps in a row before this one, since the scale last changed.
         finite: whether the gradient of this step was finite.
-        growth: factor on the scale after `interval` finite steps in a row.
-        backoff: factor on the scale after a step that overflowed.
         interval: finite steps in a row before the scale grows.
-        low: smallest scale.
-        high: largest scale.
 
     Returns:
         The scale of the next step, and the finite steps in a row since it last changed.
     """
     if not finite:
-        return max(low, scale * backoff), 0
+        return max(LOWEST_SCALE, scale * BACKOFF), 0
     if good_steps + 1 < interval:
         return scale, good_steps + 1
-    return min(high, scale * growth), 0
+    return min(HIGHEST_SCALE, scale * GROWTH), 0
 
 
 # -- schedules

@@ -66,8 +66,8 @@ ACTIVATIONS = {
 }
 HOST = 2  # ranks of a host, as hybrid_shard.gin sees it
 STEP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
-MUON = partial(muon, **STEP, eps=1e-8, momentum=0.95, ns_steps=5)
-DYNAMIC = partial(dynamic_loss_scale, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
+MUON = partial(muon, **STEP, eps=1e-8, momentum=0.95)
+DYNAMIC = partial(dynamic_loss_scale, interval=2000)
 
 
 class Meshed(Parallelism):

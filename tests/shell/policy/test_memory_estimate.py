@@ -21,7 +21,7 @@ from grpo_fn.shell.policy.memory import Arrangement, Passing
 from grpo_fn.shell.world import alone
 
 NOTHING = Passing(0, 0, 0)
-MUON = {**DEFAULTS, "momentum": 0.95, "ns_steps": 5}
+MUON = {**DEFAULTS, "momentum": 0.95}
 
 
 @pytest.fixture(scope="module")

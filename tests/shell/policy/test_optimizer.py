@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import sys
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
@@ -29,10 +30,11 @@ needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None,
     reason="NOT TESTED: adamw_8bit needs torchao: pip install 'grpo-fn[adamw8bit]'",
 )
+adamw_foreach, adamw_8bit = (partial(optimizer.adamw, implementation=name) for name in ("foreach", "8bit"))
 ALL = [
     optimizer.adamw,
-    optimizer.adamw_foreach,
-    pytest.param(optimizer.adamw_8bit, marks=needs_torchao),
+    adamw_foreach,
+    pytest.param(adamw_8bit, marks=needs_torchao),
 ]
 
 
@@ -40,14 +42,14 @@ def muon(params, **adamw) -> torch.optim.Optimizer:
     """With AdamW's knobs; the last matrix stands for a head."""
     params = list(params)
     params[-2].of_vocabulary = True
-    return optimizer.muon(params, momentum=0.9, ns_steps=5, **adamw)
+    return optimizer.muon(params, momentum=0.9, **adamw)
 
 
 ALL.append(muon)
 
 
 def net(seed: int) -> nn.Module:
-    """Matrices of 64 x 128 (kept in codes by adamw_8bit), vectors, and a matrix too small for codes."""
+    """Matrices of 64 x 128 (kept in codes by 8bit), vectors, and a matrix too small for codes."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(128, 64), nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 3))
@@ -80,7 +82,7 @@ def written_out(p, grads, *, lr, beta1, beta2, eps, weight_decay):
     return p, m, v
 
 
-@pytest.mark.parametrize("make", [optimizer.adamw, optimizer.adamw_foreach])
+@pytest.mark.parametrize("make", [optimizer.adamw, adamw_foreach])
 @given(knobs, st.integers(0, 99), st.integers(1, 4))
 def test_it_is_adamw_as_it_is_written(make, given_knobs, seed, steps):
     model = net(seed)
@@ -98,7 +100,7 @@ def test_it_is_adamw_as_it_is_written(make, given_knobs, seed, steps):
 def test_the_first_step_in_8_bits_is_adamw_and_its_moments_are_within_half_a_code(given_knobs, seed):
     model = net(seed)
     before = [p.detach().clone() for p in model.parameters()]
-    made, (grads,) = optimizer.adamw_8bit(model.parameters(), **given_knobs), gradients(model, seed, 1)
+    made, (grads,) = adamw_8bit(model.parameters(), **given_knobs), gradients(model, seed, 1)
     step(made, list(model.parameters()), grads)
     for p, old, g in zip(model.parameters(), before, grads, strict=True):
         wanted, m, v = written_out(old, [g], **given_knobs)
@@ -118,7 +120,7 @@ def test_the_first_step_in_8_bits_is_adamw_and_its_moments_are_within_half_a_cod
 def test_steps_in_8_bits_stay_as_near_to_adamw_as_the_moments_are():
     model = net(0)
     before = [p.detach().clone() for p in model.parameters()]
-    made, grads = optimizer.adamw_8bit(model.parameters(), **KNOBS), gradients(model, 0, 4)
+    made, grads = adamw_8bit(model.parameters(), **KNOBS), gradients(model, 0, 4)
     for each in grads:
         step(made, list(model.parameters()), each)
     for p, old, g in zip(model.parameters(), before, zip(*grads, strict=True), strict=True):
@@ -154,9 +156,9 @@ def test_muon_is_torchs_own_on_matrices_and_adamw_on_the_rest(given_knobs, seed,
 
 def test_muon_without_matrices_is_adamw_and_without_anything_is_refused():
     vectors = [nn.Parameter(torch.ones(3))]
-    assert type(optimizer.muon(vectors, momentum=0.9, ns_steps=5, **KNOBS)) is torch.optim.AdamW
+    assert type(optimizer.muon(vectors, momentum=0.9, **KNOBS)) is torch.optim.AdamW
     with pytest.raises(ValueError, match=r"optimizer\.muon: got no parameters"):
-        optimizer.muon([], momentum=0.9, ns_steps=5, **KNOBS)
+        optimizer.muon([], momentum=0.9, **KNOBS)
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -258,11 +260,16 @@ def test_a_learning_rate_is_a_plain_number_that_may_be_set(make):
     assert {group["lr"] for group in made.param_groups} == {0.0}
 
 
+def test_an_implementation_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match=r"implementation: got '4bit', wanted one of fused, foreach, 8bit"):
+        optimizer.adamw(net(0).parameters(), **KNOBS, implementation="4bit")
+
+
 def test_8_bits_without_torchao_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ValueError, match=r"got adamw_8bit without torchao .*pip install 'grpo-fn\[adamw8bit\]'"):
-        optimizer.adamw_8bit(net(0).parameters(), **KNOBS)
+    with pytest.raises(ValueError, match=r"got '8bit' without torchao .*pip install 'grpo-fn\[adamw8bit\]'"):
+        adamw_8bit(net(0).parameters(), **KNOBS)
 
 
 @pytest.mark.parametrize(
