@@ -31,7 +31,7 @@ from grpo_fn.shell.sampler.interface import EngineSampler, SamplerContext
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 from grpo_fn.shell.world import alone, find_device
 from grpo_fn.tasks.task import held_out_only, sample_tests
-from grpo_fn.trainer.build import prepare_data, start_sampler
+from grpo_fn.trainer.build import prepare_data, sampler_options
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.try_out import try_task
 from grpo_fn.trainer.model_source import check_fits, load_located_model, locate
@@ -95,10 +95,10 @@ def measure(
     full_model = cache(partial(load_located_model, found, load))
     where = {"folder": folder, "config": config, "dtype": precision, "world": alone(place), "adapters": None}
     environments, environment_workers = open_environments(episodes, tokenizer)
-    context = SamplerContext(**where, full_model=full_model, environments=environments)
+    context = SamplerContext(**where, full_model=full_model)
     with clock.span("load"):
-        asked = (tokenizer, token_samplers.greedy, sampling, data)
-        greedy = start_sampler(sampling.sampler, context, *asked, max_rows=sampling.max_rows)
+        limits = {"max_rows": sampling.max_rows, "environments": environments}
+        greedy = sampling.sampler(context, sampler_options(tokenizer, token_samplers.greedy, sampling, data, **limits))
         if found.checkpoint is not None:
             greedy.load(FixedWeights(full_model(), context.world))
     with note_on_error(f"evaluating {found.path}"), closing(greedy), environment_workers, rewards.pool() as pool:

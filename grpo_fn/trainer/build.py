@@ -30,13 +30,13 @@ from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.interface import (
     DataParallelSampler,
-    EngineSampler,
     OnCompletion,
     SamplerContext,
+    SamplerOptions,
+    TokenSampler,
     positions,
     spread_score,
 )
-from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
@@ -98,11 +98,19 @@ def build(
     loaded = world.together(load, what="loading the model")
     policy = build_policy(s, loaded, world, reference=checked.reference)
     streaming = StreamingRewards(pool := s.rewards.pool())
-    context = sampler_context(spec, world, loaded.decoding, streaming.on_completion, environments)
     draw = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
-    start = partial(start_sampler, s.sampling.sampler, context, tokenizer, draw, s.sampling, s.data)
+    options = sampler_options(
+        tokenizer,
+        draw,
+        s.sampling,
+        s.data,
+        max_rows=s.sampling.max_rows,
+        on_completion=streaming.on_completion,
+        environments=environments,
+    )
+    start = partial(s.sampling.sampler, sampler_context(spec, world, loaded.decoding), options)
     report(sampler_line(s, checked.config, world.device))
-    sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
+    sampler = world.together(start, what="starting the sampler")
     probe = weight_probe(s.sampling.probe, checked, prng.fold_in(key, PROBING))
     with closing(sampler), pool, streaming, environment_workers:
         yield TrainingRun(
@@ -249,14 +257,8 @@ def weight_probe(probe: Probe | None, checked: ValidatedPlan, key: Tensor) -> pa
     return partial(probe, key=key, max_positions=positions(checked.config), dtype=checked.dtype)
 
 
-def sampler_context(
-    spec: ModelSpec,
-    world: World,
-    full_model: Callable[[], torch.nn.Module],
-    on_completion: OnCompletion | None,
-    environments: Environments | None,
-) -> SamplerContext:
-    """What a sampler factory is given."""
+def sampler_context(spec: ModelSpec, world: World, full_model: Callable[[], torch.nn.Module]) -> SamplerContext:
+    """What there is to make a sampler from."""
     return SamplerContext(
         folder=spec.folder,
         config=spec.config,
@@ -264,31 +266,30 @@ def sampler_context(
         adapters=spec.adapters,
         world=world,
         full_model=full_model,
-        on_completion=on_completion,
-        environments=environments,
     )
 
 
-def start_sampler(
-    factory: Callable[..., EngineSampler],
-    context: SamplerContext,
+def sampler_options(
     tokenizer: PreTrainedTokenizerBase,
     token_sampler: TokenSampler,
     sampling: Sampling,
     data: Data,
     *,
     max_rows: int,
-) -> EngineSampler:
-    """A sampler that a section names, with what the program passes to it."""
-    return factory(
-        context,
-        tokenizer,
+    on_completion: OnCompletion | None = None,
+    environments: Environments | None = None,
+) -> SamplerOptions:
+    """What the sections ask of a sampler."""
+    return SamplerOptions(
+        tokenizer=tokenizer,
         token_sampler=token_sampler,
         encode=data.encode_prompt,
         max_new_tokens=sampling.max_new_tokens,
         max_total_tokens=sampling.max_total_tokens,
         max_rows=max_rows,
         stop=sampling.stop,
+        on_completion=on_completion,
+        environments=environments,
     )
 
 
@@ -303,17 +304,16 @@ def build_evaluator(
     how = settings.evaluation
     if how.async_sampler is None:
         return None
-    start = partial(
-        start_sampler,
-        how.async_sampler,
-        # A module of its own, whatever trains.
-        sampler_context(spec, world, partial(spec.full_model, world.device, spec.dtype), None, environments),
+    options = sampler_options(
         copy.deepcopy(tokenizer),  # a tokenizer is not made for two threads
         token_samplers.greedy,
         settings.sampling,
         settings.data,
         max_rows=how.max_rows,
+        environments=environments,
     )
+    whole = partial(spec.full_model, world.device, spec.dtype)  # a module of its own, whatever trains
+    start = partial(how.async_sampler, sampler_context(spec, world, whole), options)
     key = prng.fold_in(prng.key(settings.seed, device="cpu"), EVALUATION)
     return partial(open_evaluator, start, settings.rewards.pool, key, world)
 

@@ -36,16 +36,11 @@ from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.policy.self_teachers import SelfTeacher, live, moving_average
 from grpo_fn.shell.reward_workers.environment_pool import EnvironmentPool
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
-from grpo_fn.shell.sampler.interface import EngineSampler
-from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
+from grpo_fn.shell.sampler.interface import SamplerFactory, TokenSampler
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.vllm.served_teacher import VllmTeacher
 from grpo_fn.tasks.privileged import PrivilegedPrompt
 from grpo_fn.tasks.task import Task
-
-# What the program passes to a sampler factory besides the context and the tokenizer.
-TO_SAMPLER = ("token_sampler", "encode", "max_new_tokens", "max_total_tokens", "max_rows", "stop")
-
 
 TeacherModel = str | hf.ModelSource | SelfTeacher | VllmTeacher
 
@@ -80,7 +75,7 @@ class Compute:
 class Sampling:
     """Sampling of the training completions: the engine, its limits and the distribution that it draws from."""
 
-    sampler: Callable[..., EngineSampler]  # makes the engine from context, tokenizer and the knobs TO_SAMPLER
+    sampler: SamplerFactory  # makes the sampler with its engine
     max_rows: int  # sequences decoded at once by one engine
     token_sampler: TokenSampler  # (logits, u, *, temperature) -> (token, log-prob)
     temperature: float  # of the sampler and of the trainer's log-probs
@@ -91,7 +86,7 @@ class Sampling:
     max_staleness: int  # batches sampled ahead of the training; 0: none
     timeout: float  # seconds that a step waits for its completions
     probe: Probe | None  # compares the engine's log-probs with the policy's after each weight sync
-    SUPPLIED: ClassVar = {"sampler": TO_SAMPLER, "token_sampler": ("temperature",)}
+    SUPPLIED: ClassVar = {"token_sampler": ("temperature",)}
 
     def __post_init__(self) -> None:
         check_positive(max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
@@ -253,10 +248,9 @@ class Evaluation:
     token_sampler: TokenSampler  # of the samples
     extract_answer: AnswerExtractor | None  # completion -> answer, for maj@k and the tables
     by: Sequence[str]  # problem fields to report separately
-    async_sampler: Callable[..., EngineSampler] | None  # an engine beside the training; None: its own, in turn
+    async_sampler: SamplerFactory | None  # an engine beside the training; None: its own, in turn
     max_rows: int  # sequences that async_sampler decodes at once
     timeout: float  # seconds that an evaluation by async_sampler may take
-    SUPPLIED: ClassVar = {"async_sampler": TO_SAMPLER}
 
     def __post_init__(self) -> None:
         check_positive(eval_problems=self.problems, max_rows=self.max_rows)

@@ -47,9 +47,9 @@ PASSED = {
     "group_sampling.dynamic": ["prompts"],
     "step.grpo_step": ["key"],
     "supervised.supervised_step": ["key"],
-    "local_sampler.local": ["token_sampler", "max_new_tokens", "max_total_tokens", "max_rows", "stop"],
-    "vllm_sampler.colocated_sampler": ["token_sampler", "max_new_tokens", "max_total_tokens", "max_rows", "stop"],
-    "vllm_sampler.dedicated_sampler": ["token_sampler", "max_new_tokens", "max_total_tokens", "max_rows", "stop"],
+    "local_sampler.local": ["options"],
+    "vllm_sampler.colocated_sampler": ["options"],
+    "vllm_sampler.dedicated_sampler": ["options"],
     "vllm_servers.DedicatedEngine": ["world", "dtype"],
 }
 

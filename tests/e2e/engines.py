@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fn.core import sampling
-from grpo_fn.shell.sampler.interface import SamplerContext
+from grpo_fn.shell.sampler.interface import SamplerContext, SamplerOptions
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, local
 
 
@@ -19,18 +19,17 @@ class Apart(LocalSampler):
     overlaps: ClassVar[bool] = True
 
 
-def apart(context: SamplerContext, tokenizer: Any, **knobs: Any) -> Apart:
-    """As local_sampler.local, whose knobs it takes."""
+def apart(context: SamplerContext, options: SamplerOptions) -> Apart:
+    """As local_sampler.local."""
     from grpo_fn.shell.model import hf
 
     module = hf.load_model(context.folder, dtype=context.dtype, device=context.world.device, attention="sdpa")
-    one = local(replace(context, full_model=lambda: module), tokenizer, **knobs)
-    return Apart(**vars(one))
+    return Apart(**vars(local(replace(context, full_model=lambda: module), options)))
 
 
-def cutting(context: SamplerContext, tokenizer: Any, *, token_sampler: Any, **knobs: Any) -> LocalSampler:
+def cutting(context: SamplerContext, options: SamplerOptions) -> LocalSampler:
     """A local sampler with a top-k of 3 of its own, which its log-probs do not show."""
-    return local(context, tokenizer, token_sampler=partial(three_likeliest, token_sampler), **knobs)
+    return local(context, replace(options, token_sampler=partial(three_likeliest, options.token_sampler)))
 
 
 def three_likeliest(token_sampler: Any, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

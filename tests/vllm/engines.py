@@ -25,7 +25,7 @@ from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import encode_prompt
-from grpo_fn.shell.sampler.interface import SamplerContext
+from grpo_fn.shell.sampler.interface import SamplerContext, SamplerOptions
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated_sampler
 from grpo_fn.shell.world import alone
@@ -38,13 +38,14 @@ FAMILIES = {
 POSITIONS = 512
 ENDS = [VOCABULARY - 1, 7, 40]  # tokens that end a completion
 SPREAD = 0.3
-KNOBS = {
+OPTIONS = {
     "token_sampler": partial(categorical, temperature=1.0),
     "encode": encode_prompt,
     "max_new_tokens": 8,
-    "max_total_tokens": None,
     "stop": (),
     "max_rows": 64,
+}
+KNOBS = {
     "max_model_len": None,
     "extra": {},
     "allow_biased": False,
@@ -116,12 +117,18 @@ def seat_of(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> SamplerCon
     )
 
 
+def colocated(context: SamplerContext, **changes: Any) -> VllmSampler:
+    """A sampler with an engine in this process, made with OPTIONS and KNOBS, and some of them changed."""
+    options = {name: changes.pop(name, value) for name, value in OPTIONS.items()}
+    return colocated_sampler(context, SamplerOptions(tokenizer=tokenizer(), **options), **{**KNOBS, **changes})
+
+
 @contextmanager
 def case(name: str, folder: Path, *, tied: bool, dtype: torch.dtype = torch.float32, **knobs: Any) -> Iterator[Case]:
     """The small model and a sampler of it, for a while."""
     model = small(name, tied=tied)
     context = seat_of(model, folder, dtype=dtype)
-    with closing(colocated_sampler(context, tokenizer(), **{**KNOBS, **knobs})) as sampler:
+    with closing(colocated(context, **knobs)) as sampler:
         yield Case(model, context, sampler)
 
 

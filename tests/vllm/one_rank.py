@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engines import ENDS, KNOBS, Case, asked, completions, refill
+from engines import ENDS, Case, asked, colocated, completions, refill
 from episode_fakes import Here, environments
 from episodes_of_engines import CALCULATOR, calls_the_calculator, ends, problems
 from fakes import tokenizer
@@ -23,7 +23,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_fn.core import prng
 from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext, StaleEngine
 from grpo_fn.shell.sampler.weight_export import export_weights
-from grpo_fn.shell.vllm.vllm_sampler import colocated_sampler
 from grpo_fn.shell.world import World, join_world
 
 KEY = prng.key(5, device="cpu")
@@ -37,7 +36,7 @@ def measure(world: World, folder: str, tensor_parallel: int) -> dict[str, Any]:
     context = SamplerContext(
         folder=folder, config=config, dtype=torch.float32, world=world, adapters=None, full_model=lambda: model
     )
-    with closing(colocated_sampler(context, tokenizer(), **{**KNOBS, "tensor_parallel": tensor_parallel})) as sampler:
+    with closing(colocated(context, tensor_parallel=tensor_parallel)) as sampler:
         case, spread, gaps = Case(model, context, sampler), DataParallelSampler(sampler, world), []
         for seed in (1, 2):
             refill(model, seed)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from engines import ENDS, KNOBS, POSITIONS, Case, asked, case, completions, refill, seat_of, small
+from engines import ENDS, POSITIONS, Case, asked, case, colocated, completions, refill, seat_of, small
 from fakes import VOCABULARY, tokenizer
 from hypothesis import given, settings
 from policies import mesh_of_one
@@ -26,7 +26,6 @@ from grpo_fn.core.sampling import categorical, greedy, nucleus
 from grpo_fn.shell.sampler.interface import StaleEngine
 from grpo_fn.shell.sampler.weight_export import HEAD, export_weights
 from grpo_fn.shell.vllm.options import BATCHED
-from grpo_fn.shell.vllm.vllm_sampler import colocated_sampler
 
 pytestmark = pytest.mark.xdist_group("vllm")
 EXAMPLES = settings.default.max_examples
@@ -316,7 +315,7 @@ def test_nothing_else_of_the_process_is_disturbed(plain: Case, tmp_path: Path) -
     model = small("llama", tied=True)
     context = seat_of(model, tmp_path / "model", dtype=torch.float32)
     before, threads, group = state(), torch.get_num_threads(), dist.group.WORLD
-    with closing(colocated_sampler(context, tokenizer(), **KNOBS)) as other:
+    with closing(colocated(context)) as other:
         other.load(plain._replace(model=model).policy())
         other.sample(asked(["Tom"]), 2, key=KEY)
         other.rest()
@@ -380,7 +379,7 @@ def test_a_model_that_vllm_does_not_open_is_refused(tmp_path: Path) -> None:
     model = small("qwen2", tied=True, num_attention_heads=4)  # heads 16 wide, which its CPU attention does not have
     context = seat_of(model, tmp_path / "model", dtype=torch.float32)
     with pytest.raises(ValueError, match=r"heads 16 wide, wanted one that vLLM opens on CPU: 32, 64"):
-        colocated_sampler(context, tokenizer(), **KNOBS)
+        colocated(context)
 
 
 def test_fields_that_vllm_does_not_know_are_refused(plain: Case) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.sampling import categorical
 from grpo_fn.shell.model.hf import encode_prompt
-from grpo_fn.shell.sampler.interface import GenerationRequest, SamplerContext, verify_receipt
+from grpo_fn.shell.sampler.interface import GenerationRequest, SamplerContext, SamplerOptions, verify_receipt
 from grpo_fn.shell.vllm import vllm_transfer
 from grpo_fn.shell.vllm.client import FIELDS, Patience, Server, Unreachable
 from grpo_fn.shell.vllm.vllm_sampler import VllmSampler
@@ -293,14 +294,22 @@ def test_calculator_episodes_are_the_policys_and_read_what_a_server_has_read(pro
         adapters=None,
         full_model=lambda: trained,
     )
-    draw = partial(categorical, temperature=TEMPERATURE)
-    how = (context, read, [*range(0, 300, 3)], draw, encode_prompt, 40, (), 8, None, {})
+    options = SamplerOptions(
+        tokenizer=read,
+        token_sampler=partial(categorical, temperature=TEMPERATURE),
+        encode=encode_prompt,
+        max_new_tokens=40,
+        stop=(),
+        max_rows=8,
+    )
+    engine = {"engine": servers, "context": context, "ends": [*range(0, 300, 3)], "max_model_len": None, "extra": {}}
     asked, found = problems(short=2, long=2), []
     for version, delays in enumerate(([], [0.05, 0.0, 0.2, 0.01]), 100):
         servers.push(weights(trained), version=version)  # nothing is cached
         before = prefix_hits(processes)
         of = environments(read, Here(CALCULATOR, delays), chat=calls_the_calculator(read), max_turn_tokens=12)
-        found.append(VllmSampler(servers, *how, environments=of).sample(asked, 3, key=prng.key(5, device="cpu")))
+        sampler = VllmSampler(**vars(replace(options, environments=of)), **engine)
+        found.append(sampler.sample(asked, 3, key=prng.key(5, device="cpu")))
         check_rollout(found[-1])
         later = sum(len(turns) - 1 for turns in found[-1].turns[6:])
         assert later > 3

@@ -164,8 +164,8 @@ def built(world: World, size: Size, *, model: Path, scale: str) -> Bench:
         max_grad_norm=1.0,
     )
     sampler = LocalSampler(
-        placed.decoding(),
-        Silent(),
+        model=placed.decoding(),
+        tokenizer=Silent(),
         token_sampler=partial(sampling.categorical, temperature=1.0),
         encode=partial(random_prompt, size),
         max_new_tokens=size.new_tokens,

@@ -59,8 +59,11 @@ def compare(args: argparse.Namespace) -> int:
         "nucleus, top_p 0.9": partial(sampling.nucleus, **cut),
         "gumbel_max_nucleus, top_p 0.9": partial(sampling.gumbel_max_nucleus, **cut),
     }
-    limits = (hf.encode_prompt, args.new_tokens, (), 1024)
-    samplers = {name: LocalSampler(model, tokenizer, token_sampler, *limits) for name, token_sampler in chosen.items()}
+    limits = {"encode": hf.encode_prompt, "max_new_tokens": args.new_tokens, "stop": (), "max_rows": 1024}
+    samplers = {
+        name: LocalSampler(model=model, tokenizer=tokenizer, token_sampler=token_sampler, **limits)
+        for name, token_sampler in chosen.items()
+    }
     speeds: dict[str, list[float]] = {name: [] for name in samplers}
     for repeat in range(args.repeats + 1):
         for name, sampler in samplers.items():

@@ -30,7 +30,7 @@ from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.policy.mesh import Parallelism
-from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext
+from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext, SamplerOptions
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.world import World, alone, find_device
 
@@ -188,16 +188,15 @@ def built(
 
 def local(context: SamplerContext, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> Any:
     """The local sampler in that context."""
-    return local_sampler.local(
-        context,
-        Numbers(),
+    options = SamplerOptions(
+        tokenizer=Numbers(),
         token_sampler=partial(sampling.categorical, temperature=1.0),
         encode=partial(random_prompt, context.config.vocab_size, prompt_tokens),
         max_new_tokens=new_tokens,
-        max_total_tokens=None,
         stop=(),
         max_rows=max_rows,
     )
+    return local_sampler.local(context, options)
 
 
 class Numbers(PreTrainedTokenizerBase):

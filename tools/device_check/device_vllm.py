@@ -12,7 +12,7 @@ from device_shapes import QWEN_HALF, folder, sized
 
 from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core import prng, sampling
-from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext
+from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext, SamplerOptions
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.vllm import vllm_sampler
 from grpo_fn.shell.vllm.process_guards import check_installed
@@ -76,15 +76,17 @@ def needed() -> None:
 
 def engine_in(place: SamplerContext, *, prompt: int, new: int, tokens: int, rows: int, cache: int) -> Any:
     """The sampler, as gin/engine/vllm_colocated.gin makes it; `cache` bytes of keys and values, on a CPU."""
-    return vllm_sampler.colocated_sampler(
-        place,
-        Numbers(),
+    options = SamplerOptions(
+        tokenizer=Numbers(),
         token_sampler=partial(sampling.categorical, temperature=1.0),
         encode=partial(random_prompt, place.config.vocab_size, prompt),
         max_new_tokens=new,
-        max_total_tokens=None,
         stop=(),
         max_rows=rows,
+    )
+    return vllm_sampler.colocated_sampler(
+        place,
+        options,
         max_model_len=tokens,
         extra={},
         allow_biased=False,

@@ -16,11 +16,14 @@ from grpo_fn.core.batch import concat_rollouts
 from grpo_fn.core.problem import Completion, Problem, RewardFn, Scorer
 from grpo_fn.core.types import Policy, Rollout, Sampler
 from grpo_fn.shell.episodes.episode_rows import Environments, EpisodeRows
+from grpo_fn.shell.model.hf import Encode
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.sampler.fingerprint import Fingerprint
 from grpo_fn.shell.world import World
 
 OnCompletion = Callable[[Problem, Completion], None]
+# (logits [B V], u [B]) -> (token [B], logp [B]): sampling.categorical, sampling.greedy, ...
+TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +36,30 @@ class SamplerContext:
     world: World
     adapters: LoRA | None
     full_model: Callable[[], nn.Module]  # a whole module to sample from: the trained one itself where it is whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerOptions:
+    """What a run asks of its sampler, whichever engine that has."""
+
+    tokenizer: PreTrainedTokenizerBase
+    token_sampler: TokenSampler
+    encode: Encode
+    max_new_tokens: int  # of a completion
+    stop: Sequence[str]  # texts that end a completion
+    max_rows: int  # decoded at once
+    max_total_tokens: int | None = None  # of a prompt and its completion together; None: no such limit
     # Called with every completion, the one that its rollout will have, as soon as it has ended, in whatever thread.
     on_completion: OnCompletion | None = None
     environments: Environments | None = None  # of rows that are episodes
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for limits below 1 and for stop strings that would stop at once or letter by letter."""
+        for name, limit in (("max_new_tokens", self.max_new_tokens), ("max_rows", self.max_rows)):
+            if limit < 1:
+                raise ValueError(f"{name}: got {limit}, wanted at least 1")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"stop: got {self.stop!r}, wanted a tuple of strings that are not empty")
 
 
 class GenerationRequest(NamedTuple):
@@ -120,13 +144,15 @@ class EngineSampler(Sampler, Protocol):
     def figures(self) -> dict[str, float]:
         """Metrics since the last call."""
 
-    def for_evaluation(
-        self, token_sampler: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], check: Callable[[], None] = never_stop
-    ) -> "EngineSampler":
+    def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "EngineSampler":
         """The same engine, drawing with `token_sampler`; `check` is called often, and may raise to end `sample`."""
 
     def close(self) -> None:
         """End the engine."""
+
+
+# What `sections.Sampling.sampler` names.
+SamplerFactory = Callable[[SamplerContext, SamplerOptions], EngineSampler]
 
 
 @runtime_checkable
@@ -187,15 +213,6 @@ class SteppedEngine(InferenceEngine, Protocol):
 
     def generate_turns(self, due: DueRequests, *, how: Mapping[str, Any], on_turn: OnTurn) -> None:
         """Requests that come while others are decoded: between two steps `due` is asked, and `on_turn` called."""
-
-
-def check_limits(stop: Sequence[str], **limits: int) -> None:
-    """Raise ValueError for limits below 1 and for stop strings that would stop at once or letter by letter."""
-    for name, limit in limits.items():
-        if limit < 1:
-            raise ValueError(f"{name}: got {limit}, wanted at least 1")
-    if isinstance(stop, str) or not all(stop):
-        raise ValueError(f"stop: got {stop!r}, wanted a tuple of strings that are not empty")
 
 
 def positions(config: PretrainedConfig) -> int | None:

@@ -28,18 +28,17 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.episodes.episode_rows import Environments, EpisodeRows
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.hf import Encode
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.interface import (
     EngineCompletion,
     GenerationRequest,
     InferenceEngine,
-    OnCompletion,
     SamplerContext,
+    SamplerOptions,
     SteppedEngine,
+    TokenSampler,
     assemble,
     assemble_episodes,
-    check_limits,
     completion_limits,
     completion_of_row,
     context_limit,
@@ -48,7 +47,6 @@ from grpo_fn.shell.sampler.interface import (
     positions,
     rank_share,
 )
-from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.sampler.weight_export import FixedWeights, export_weights
 from grpo_fn.shell.vllm.colocated import ColocatedEngine
 from grpo_fn.shell.vllm.options import SEEDS, arguments, check_extra, merge_options, params, row_seeds
@@ -209,14 +207,8 @@ class EngineEpisodes:
 
 def colocated_sampler(
     context: SamplerContext,
-    tokenizer: PreTrainedTokenizerBase,
+    options: SamplerOptions,
     *,
-    token_sampler: TokenSampler,
-    encode: Encode,
-    max_new_tokens: int,
-    stop: Sequence[str],
-    max_rows: int,
-    max_total_tokens: int | None,
     max_model_len: int | None,
     extra: Mapping[str, Any],
     allow_biased: bool,
@@ -230,13 +222,7 @@ def colocated_sampler(
 
     Args:
         context: the model that is trained, and its surroundings.
-        tokenizer: of the model.
-        token_sampler: sampling.greedy, sampling.categorical or sampling.nucleus; vLLM draws from the same.
-        encode: (tokenizer, prompt) -> token ids.
-        max_new_tokens: most tokens of a completion.
-        stop: texts that end a completion.
-        max_rows: rows decoded at once.
-        max_total_tokens: most tokens of a prompt and its completion together; None: no such limit.
+        options: what the run asks of its sampler; vLLM draws as sampling.greedy, categorical and nucleus alone.
         max_model_len: positions that the engine has memory for; None: the model's.
         extra: further fields of vLLM's SamplingParams.
         allow_biased: True takes fields in `extra` that may bias the draws.
@@ -252,48 +238,24 @@ def colocated_sampler(
     Raises:
         ValueError: before the engine is started, for what vLLM does not draw; where it does not open the model.
     """
-    check_request_options(
-        token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased
-    )
     how = arguments(
         context,
         tensor_parallel=tensor_parallel,
         max_model_len=max_model_len,
-        max_rows=max_rows,
+        max_rows=options.max_rows,
         gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_bytes=kv_cache_bytes,
         enforce_eager=enforce_eager,
-        detokenize=bool(stop),
+        detokenize=bool(options.stop),
     )
-    engine = ColocatedEngine(context, how, deadline=generate_timeout)
-    return VllmSampler(
-        engine,
-        context,
-        tokenizer,
-        end_tokens(context, tokenizer),
-        token_sampler=token_sampler,
-        encode=encode,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        max_rows=max_rows,
-        max_model_len=max_model_len,
-        extra=extra,
-        on_completion=context.on_completion,
-        max_total_tokens=max_total_tokens,
-        environments=context.environments,
-    )
+    engine = partial(ColocatedEngine, context, how, deadline=generate_timeout)
+    return start_engine(engine, context, options, max_model_len, extra, allow_biased=allow_biased)
 
 
 def dedicated_sampler(
     context: SamplerContext,
-    tokenizer: PreTrainedTokenizerBase,
+    options: SamplerOptions,
     *,
-    token_sampler: TokenSampler,
-    encode: Encode,
-    max_new_tokens: int,
-    stop: Sequence[str],
-    max_rows: int,
-    max_total_tokens: int | None,
     max_model_len: int | None,
     extra: Mapping[str, Any],
     allow_biased: bool,
@@ -303,13 +265,8 @@ def dedicated_sampler(
 
     Args:
         context: the model that is trained, and its surroundings.
-        tokenizer: of the model.
-        token_sampler: sampling.greedy, sampling.categorical or sampling.nucleus; vLLM draws from the same.
-        encode: (tokenizer, prompt) -> token ids.
-        max_new_tokens: most tokens of a completion.
-        stop: texts that end a completion.
-        max_rows: rows that `grpo_fn.eval` asks for at once; a server bounds by itself what it decodes at once.
-        max_total_tokens: most tokens of a prompt and its completion together; None: no such limit.
+        options: what the run asks of its sampler, as for `colocated_sampler`; a server bounds by itself what it
+            decodes at once, `max_rows` is what `grpo_fn.eval` asks for at once.
         max_model_len: positions that the engine has memory for; None: the model's.
         extra: further fields of vLLM's SamplingParams.
         allow_biased: True takes fields in `extra` that may bias the draws.
@@ -321,34 +278,30 @@ def dedicated_sampler(
     Raises:
         ValueError: for what vLLM does not draw, before there is an engine.
     """
-    check_request_options(
-        token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased
-    )
+    client = partial(engine, context.world, context.dtype)
+    return start_engine(client, context, options, max_model_len, extra, allow_biased=allow_biased)
+
+
+def start_engine(
+    engine: Callable[[], InferenceEngine],
+    context: SamplerContext,
+    options: SamplerOptions,
+    max_model_len: int | None,
+    extra: Mapping[str, Any],
+    *,
+    allow_biased: bool,
+) -> "VllmSampler":
+    """The sampler. Raises ValueError, before there is an engine, for what vLLM does not draw or training should not."""
+    check_extra(extra, allow_biased=allow_biased)
+    merge_options(params(options.token_sampler), extra)
     return VllmSampler(
-        engine(context.world, context.dtype),
-        context,
-        tokenizer,
-        end_tokens(context, tokenizer),
-        token_sampler=token_sampler,
-        encode=encode,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        max_rows=max_rows,
+        **vars(options),
+        engine=engine(),
+        context=context,
+        ends=end_tokens(context, options.tokenizer),
         max_model_len=max_model_len,
         extra=extra,
-        on_completion=context.on_completion,
-        max_total_tokens=max_total_tokens,
-        environments=context.environments,
     )
-
-
-def check_request_options(
-    token_sampler: TokenSampler, stop: Sequence[str], extra: Mapping[str, Any], *, allow_biased: bool, **limits: int
-) -> None:
-    """Raise ValueError, before there is an engine, for what a sampler cannot ask one for, or training should not."""
-    check_limits(stop, **limits)
-    check_extra(extra, allow_biased=allow_biased)
-    merge_options(params(token_sampler), extra)
 
 
 def end_tokens(context: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -358,30 +311,21 @@ def end_tokens(context: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> l
     return hf.stop_ids(tokenizer, bare)
 
 
-@dataclass(frozen=True)
-class VllmSampler:
+@dataclass(frozen=True, kw_only=True)
+class VllmSampler(SamplerOptions):
     """Samples from an engine; `dataclasses.replace` gives another way to ask the same one."""
 
     engine: InferenceEngine
     context: SamplerContext
-    tokenizer: PreTrainedTokenizerBase
     ends: Sequence[int]  # tokens that end a completion
-    token_sampler: TokenSampler
-    encode: Encode
-    max_new_tokens: int
-    stop: Sequence[str]
-    max_rows: int  # decoded at once
     max_model_len: int | None
     extra: Mapping[str, Any]
-    on_completion: OnCompletion | None = None  # called with every completion; an engine's ranks share them
-    max_total_tokens: int | None = None  # of a prompt and its completion together
-    environments: Environments | None = None  # of rows that are episodes
     # Of the weights; other samplers on the same engine count on.
     versions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError for limits below 1, stop strings that stop at once, and what vLLM does not draw."""
-        check_limits(self.stop, max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
+        super().__post_init__()
         merge_options(params(self.token_sampler), self.extra)
         if self.environments is not None and not self.environments.pure and self.engine.ranks > 1:
             raise ValueError(

@@ -150,7 +150,15 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Algorithm) -
         max_grad_norm=1.0,
     )
     token_sampler = partial(plan.token_sampler, temperature=1.0)
-    own = LocalSampler(placed.decoding(), tokenizer(), token_sampler, encode_prompt, NEW_TOKENS, (), 64)
+    own = LocalSampler(
+        model=placed.decoding(),
+        tokenizer=tokenizer(),
+        token_sampler=token_sampler,
+        encode=encode_prompt,
+        max_new_tokens=NEW_TOKENS,
+        stop=(),
+        max_rows=64,
+    )
     sampler, score = DataParallelSampler(own, world), spread_score(score_serially, world)
     algo = replace(
         how,

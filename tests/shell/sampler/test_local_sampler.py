@@ -52,7 +52,7 @@ def sampler(ends: int = 40, name: str = "qwen2_tied", **knobs) -> LocalSampler:
         "stop": (),
         "max_rows": 64,
     }
-    return LocalSampler(model(name, ends), tokenizer(), **{**chosen, **knobs})
+    return LocalSampler(model=model(name, ends), tokenizer=tokenizer(), **{**chosen, **knobs})
 
 
 def problems(texts: list[str]) -> list:

@@ -25,7 +25,8 @@ PROBE = Probe(prompt_tokens=20, new_tokens=8, max_gap=0.05, max_gap_float32=1e-3
 
 def sampler(model: nn.Module, temperature: float = 0.7) -> LocalSampler:
     token_sampler = partial(sampling.categorical, temperature=temperature)
-    return LocalSampler(model, tokenizer(), token_sampler, bare_prompt, 16, (), 8)
+    limits = {"max_new_tokens": 16, "stop": (), "max_rows": 8}
+    return LocalSampler(model=model, tokenizer=tokenizer(), token_sampler=token_sampler, encode=bare_prompt, **limits)
 
 
 def asked(

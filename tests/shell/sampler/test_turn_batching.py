@@ -49,10 +49,10 @@ def sampler(name: str = "qwen2_tied", *, caller: Here | None = None, **knobs) ->
     }
     chosen = {"max_new_tokens": 14, "stop": (), "max_rows": 64, "max_total_tokens": 60, **knobs}
     return LocalSampler(
-        model,
-        tokenizer(),
-        partial(categorical, temperature=0.4),
-        encode_prompt,
+        model=model,
+        tokenizer=tokenizer(),
+        token_sampler=partial(categorical, temperature=0.4),
+        encode=encode_prompt,
         **chosen,
         environments=environments(tokenizer(), caller, **ours),
     )

@@ -34,6 +34,7 @@ from grpo_fn.shell.sampler.interface import (
     OnAnswer,
     OnTurn,
     SamplerContext,
+    SamplerOptions,
     StaleEngine,
     WeightReceipt,
     rank_share,
@@ -53,17 +54,14 @@ KEY = prng.key(5, device="cpu")
 MODEL = MODELS["qwen2_tied"](VOCABULARY)
 POSITIONS = MODEL.config.max_position_embeddings
 EXAMPLES = settings.default.max_examples
+DRAW = partial(categorical, temperature=1.0)
+OPTIONS = {"token_sampler": DRAW, "encode": encode_prompt, "max_new_tokens": 6, "stop": (), "max_rows": 8}
 KNOBS = {
-    **{
-        "token_sampler": partial(categorical, temperature=1.0),
-        "encode": encode_prompt,
-        "max_new_tokens": 6,
-        "max_total_tokens": None,
-        "stop": (),
-    },
-    **{"max_rows": 8, "max_model_len": None, "extra": {}, "allow_biased": False, "tensor_parallel": 1},
+    **{"max_model_len": None, "extra": {}, "allow_biased": False, "tensor_parallel": 1},
     **{"gpu_memory_utilization": 0.3, "kv_cache_bytes": 2**26, "enforce_eager": True, "generate_timeout": 60.0},
 }
+NAMES = ("max_model_len", "tensor_parallel", "gpu_memory_utilization", "kv_cache_bytes", "enforce_eager")
+ENGINE = {**{name: KNOBS[name] for name in NAMES}, "max_rows": 8, "detokenize": False}
 prompts = st.lists(st.text("aT 7\né", min_size=1, max_size=9), min_size=1, max_size=4)
 
 
@@ -119,9 +117,13 @@ def context(**changes: Any) -> SamplerContext:
 
 
 def sampler(engine: Any = None, **changes: Any) -> VllmSampler:
-    fields = ("token_sampler", "encode", "max_new_tokens", "stop", "max_rows", "max_model_len", "extra")
-    given = {"context": context(), "tokenizer": tokenizer(), "ends": [VOCABULARY - 1], **{k: KNOBS[k] for k in fields}}
-    return VllmSampler(engine or Engine(), **{**given, **changes})
+    fields = {"tokenizer": tokenizer(), **OPTIONS, "max_model_len": None, "extra": {}, "ends": [VOCABULARY - 1]}
+    return VllmSampler(**{**fields, "engine": engine or Engine(), "context": context(), **changes})
+
+
+def colocated(**changes: Any) -> VllmSampler:
+    asks = {name: changes.pop(name, value) for name, value in OPTIONS.items()}
+    return colocated_sampler(context(), SamplerOptions(tokenizer=tokenizer(), **asks), **{**KNOBS, **changes})
 
 
 def problems(texts: Sequence[str]) -> list:
@@ -171,7 +173,7 @@ def test_the_ranks_of_an_engine_report_every_row_once_as_the_rollout_has_it(text
 @given(texts=prompts, group_size=st.integers(1, 3))
 def test_the_local_samplers_own_completions_come_back_as_its_own_rollout(texts: list[str], group_size: int) -> None:
     """Whatever the engine, a rollout has one form: here it answers what the local sampler drew."""
-    local = LocalSampler(MODEL, tokenizer(), KNOBS["token_sampler"], encode_prompt, 6, (), 64)
+    local = LocalSampler(model=MODEL, tokenizer=tokenizer(), **{**OPTIONS, "max_rows": 64})
     wanted = local.sample(problems(texts), group_size, key=KEY)
     rows = zip(wanted.tokens, wanted.logp_sampled, wanted.mask, wanted.truncated, strict=True)
     drawn = iter([EngineCompletion(t[m].tolist(), x[m].tolist(), not bool(cut), 0) for t, x, m, cut in rows])
@@ -242,12 +244,12 @@ def test_bad_knobs_are_refused(knobs: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         sampler(**knobs)
     with pytest.raises(ValueError, match=said):  # and before an engine is started
-        colocated_sampler(context(), tokenizer(), **{**KNOBS, **knobs})
+        colocated(**knobs)
 
 
 def test_bias_is_refused_before_an_engine_is_started() -> None:
     with pytest.raises(ValueError, match=r"repetition_penalty = 1\.2"):
-        colocated_sampler(context(), tokenizer(), **{**KNOBS, "extra": {"repetition_penalty": 1.2}})
+        colocated(extra={"repetition_penalty": 1.2})
 
 
 # -- weights
@@ -327,10 +329,8 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> ColocatedEngine:
         monkeypatch.setattr(vllm_engine, name, lambda _: nullcontext())
     monkeypatch.setattr(vllm_engine, "import_vllm", lambda: SimpleNamespace(LLM=LLM))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    names = ("tensor_parallel", "max_model_len", "max_rows", "gpu_memory_utilization", "kv_cache_bytes")
-    knobs = {name: KNOBS[name] for name in (*names, "enforce_eager")}
     made = context(world=alone(torch.device("cuda")))
-    return ColocatedEngine(made, arguments(made, **knobs, detokenize=False), deadline=KNOBS["generate_timeout"])
+    return ColocatedEngine(made, arguments(made, **ENGINE), deadline=KNOBS["generate_timeout"])
 
 
 def weights() -> Iterator[tuple[str, Tensor]]:
@@ -420,8 +420,7 @@ def test_a_layout_that_cannot_be_recognised_is_left_to_the_probe(on_cuda: Coloca
 
 
 def test_one_path_for_both_devices() -> None:
-    names = ("tensor_parallel", "max_model_len", "max_rows", "gpu_memory_utilization", "kv_cache_bytes")
-    make = partial(arguments, **{name: KNOBS[name] for name in (*names, "enforce_eager")}, detokenize=False)
+    make = partial(arguments, **ENGINE)
     on_cpu, on_gpu = make(context()), make(context(world=alone(torch.device("cuda:0"))))
     whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": BATCHED}
     assert {k: v for k, v in on_cpu.items() if k not in on_gpu} == {"kv_cache_memory_bytes": 2**26, **whole}
@@ -464,7 +463,7 @@ def test_a_deadline_is_shorter_than_other_ranks_wait() -> None:
 def test_without_vllm_it_is_said_what_to_install(found: ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", found)
     with pytest.raises(ValueError, match=r"got no vllm .* pip install 'grpo-fn\[vllm\]'"):
-        colocated_sampler(context(), tokenizer(), **KNOBS)
+        colocated()
 
 
 # -- episodes

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo_fn.shell.sampler.interface import TokenSampler
 from grpo_fn.shell.sampler.local.decode_step import (
     DecodeEngine,
     DecodeShape,
@@ -18,7 +19,6 @@ from grpo_fn.shell.sampler.local.decode_step import (
     Marks,
     Need,
     Stops,
-    TokenSampler,
     draw,
     prefill_prompts,
     token_table,
@@ -41,11 +41,16 @@ class DecodedRows(NamedTuple):
     stopped: Tensor
 
 
-class Ends(NamedTuple):
-    """What ends a completion besides its length."""
+class DecodeOptions(NamedTuple):
+    """How the rows of a call are drawn, what ends them besides their length, and who is told."""
 
-    ids: Sequence[int]
+    token_sampler: TokenSampler
+    end_tokens: Sequence[int]
     stops: Stops
+    slots: int  # rows decoded at once, at most
+    pad: int  # the token behind a completion
+    ended: Ended | None  # called with every row as soon as it has ended
+    check: Callable[[], None]  # called every few decode steps; what it raises ends them
 
 
 def empty_rows(u: Float[Tensor, "R N"], pad: int) -> DecodedRows:
@@ -82,22 +87,15 @@ class ContinuousBatching:
         prompts: Sequence[list[int]],
         u: Float[Tensor, "R N"],
         limit: Int[Tensor, "R"],
-        *,
-        token_sampler: TokenSampler,
-        ends: Ends,
-        slots: int,
-        pad: int,
-        ended: Ended | None,
-        check: Callable[[], None],
+        options: DecodeOptions,
     ) -> None:
-        self.engine, self.prompts, self.u, self.limit = engine, prompts, u, limit
-        self.token_sampler, self.stops, self.ended, self.check = token_sampler, ends.stops, ended, check
+        self.engine, self.prompts, self.u, self.limit, self.options = engine, prompts, u, limit, options
         self.group = len(u) // len(prompts)
-        self.out, self.waiting = empty_rows(u, pad), 0  # rows before `waiting` have had a slot
+        self.out, self.waiting = empty_rows(u, options.pad), 0  # rows before `waiting` have had a slot
         self.shelf: Shelf | None = None
-        self.most = min(slots, len(u))  # rows at once
-        size = len(ends.stops.suspect)
-        marks = Marks(token_table(ends.ids, size, u.device), ends.stops.suspect.to(u.device))
+        self.most = min(options.slots, len(u))  # rows at once
+        suspect = options.stops.suspect
+        marks = Marks(token_table(options.end_tokens, len(suspect), u.device), suspect.to(u.device))
         engine.ready(Need(self.most, u.shape[1], min(len(prompts), self.most + 1), max(map(len, prompts))), marks)
         # What the host knows: of every slot, whether a row is in it, whether that waits for an environment, which it
         # is, its prompt's slot, tokens drawn when it was last looked at, lengths; of every prompt's slot, how many rows
@@ -175,7 +173,7 @@ class ContinuousBatching:
         start, drawn = length.clone(), none.clone()
         flags = (no, no.clone(), no.clone())
         new = Live(none, length, start, drawn, self.limit[row], *flags, self.u[row], tokens, logp)
-        draw(new, logits, self.token_sampler, self.engine.marks)
+        draw(new, logits, self.options.token_sampler, self.engine.marks)
         for x, given in zip(self.engine.live, new, strict=True):
             x[slot] = given
 
@@ -198,7 +196,7 @@ class ContinuousBatching:
         shape = self.shape._replace(columns=columns)
         self.engine.set_row_slots(shape, self.lanes)
         self.steps += steps
-        self.engine.advance(shape, self.token_sampler, steps=steps, long=long)
+        self.engine.advance(shape, self.options.token_sampler, steps=steps, long=long)
 
     @property
     def active(self) -> Bool[Tensor, "S"]:
@@ -257,13 +255,13 @@ class ContinuousBatching:
 
     def look(self) -> None:
         """What the device has drawn since: rows that have ended leave."""
-        self.check()
+        self.options.check()
         live = self.engine.live
         flags = (x.long() for x in (live.ended, live.stopped, live.suspect))
         length, drawn, ended, stopped, suspect = torch.stack([live.length, live.drawn, *flags]).cpu()
         self.length.copy_(length)
         ended, stopped = (ended > 0) & self.busy & ~self.paused, stopped > 0
-        if self.stops.stop and bool(suspect.any()):
+        if self.options.stops.stop and bool(suspect.any()):
             self.cut_at_stops(((suspect > 0) & self.busy).nonzero()[:, 0], drawn, ended, stopped)
         self.seen.copy_(drawn)
         if bool(ended.any()):
@@ -274,7 +272,7 @@ class ContinuousBatching:
         live, there = self.engine.live, slot.to(self.u.device)
         live.suspect[there] = False
         rows = zip(live.tokens[there].tolist(), drawn[slot].tolist(), strict=True)
-        found = self.stops.first([row[:n] for row, n in rows], (drawn[slot] - self.seen[slot]).tolist())
+        found = self.options.stops.first([row[:n] for row, n in rows], (drawn[slot] - self.seen[slot]).tolist())
         hit, at = slot[[n > 0 for n in found]], torch.tensor([n for n in found if n], dtype=torch.long)
         drawn[hit], ended[hit], stopped[hit] = at, True, True
         live.ended[hit.to(self.u.device)] = True
@@ -291,7 +289,7 @@ class ContinuousBatching:
         self.out.logp[row] = live.logp[there, :limit] * real
         self.out.length[row] = length
         self.out.stopped[row] = stopped[slot].to(self.u.device)
-        if self.ended is not None:
+        if self.options.ended is not None:
             fields = [x.tolist() for x in (self.row[slot], live.tokens[there], drawn[slot], stopped[slot])]
             for number, tokens, n, by_itself in zip(*fields, strict=True):
-                self.ended(number, tokens[:n], by_itself)
+                self.options.ended(number, tokens[:n], by_itself)

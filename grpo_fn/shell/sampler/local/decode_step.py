@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_fn.shell.model import packed_input
 from grpo_fn.shell.model.attention import install, unusable_mask
 from grpo_fn.shell.model.blocks import CompiledPart, blocks, compile_for_decoding, compiles_decoding
+from grpo_fn.shell.sampler.interface import TokenSampler
 from grpo_fn.shell.sampler.local.joined_projections import joined_model, relink
 from grpo_fn.shell.sampler.local.kv_cache import (
     Attended,
@@ -278,9 +279,6 @@ def token_table(ids: Sequence[int], size: int, device: torch.device) -> Bool[Ten
     table[[i for i in ids if 0 <= i < size]] = True
     return table.to(device)
 
-
-# (logits [B V], u [B]) -> (token [B], logp [B]): sampling.categorical, sampling.greedy, ...
-TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 Layout = PrefillAttention | ChunkAttention | DecodeAttention
 

@@ -4,7 +4,7 @@ It grows with every token, and rows that have ended leave it; rows that wait com
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import transformers
@@ -16,8 +16,8 @@ from transformers import DynamicCache
 
 from grpo_fn.shell.model.blocks import CACHES
 from grpo_fn.shell.model.hf import as_tokens
-from grpo_fn.shell.sampler.local.continuous_batching import DecodedRows, Ended, Ends, empty_rows
-from grpo_fn.shell.sampler.local.decode_step import TokenSampler
+from grpo_fn.shell.sampler.local.continuous_batching import DecodedRows, DecodeOptions, empty_rows
+from grpo_fn.shell.sampler.local.decode_step import Stops
 
 RENAMED = Version("5.24")  # of transformers: from here on the second of CACHES
 
@@ -27,29 +27,22 @@ def decode(
     prompts: Sequence[list[int]],
     u: Float[Tensor, "R N"],
     limit: Int[Tensor, "R"],
-    *,
-    token_sampler: TokenSampler,
-    ends: Ends,
-    slots: int,
-    pad: int,
-    ended: Ended | None,
-    check: Callable[[], None],
+    options: DecodeOptions,
 ) -> DecodedRows:
     """Completions of every prompt. Whole groups share one prefill; a group that does not fit alone comes in pieces."""
     by_group = rearrange(u, "(p g) n -> p g n", p=len(prompts))
     limits = rearrange(limit, "(p g) -> p g", p=len(prompts))
     group = by_group.shape[1]
-    at_once, width = max(1, slots // group), min(group, slots)
+    at_once, width = max(1, options.slots // group), min(group, options.slots)
     parts = []
     for i in range(0, len(prompts), at_once):
         for j in range(0, group, width):
-            taken = [x[i : i + at_once, j : j + width] for x in (by_group, limits)]
-            some = list(prompts[i : i + at_once])
-            parts.append(batch(model, some, *taken, token_sampler=token_sampler, ends=ends, pad=pad, check=check))
-            if ended is not None:
+            piece = [x[i : i + at_once, j : j + width] for x in (by_group, limits)]
+            parts.append(batch(model, list(prompts[i : i + at_once]), *piece, options))
+            if options.ended is not None:
                 fields = (x.tolist() for x in (parts[-1].tokens, parts[-1].length, parts[-1].stopped))
                 for row, (tokens, n, stopped) in enumerate(zip(*fields, strict=True), i * group + j):
-                    ended(row, tokens[:n], stopped)
+                    options.ended(row, tokens[:n], stopped)
     return DecodedRows(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
 
@@ -58,29 +51,26 @@ def batch(
     prompts: list[list[int]],
     u: Float[Tensor, "P G N"],
     limit: Int[Tensor, "P G"],
-    *,
-    token_sampler: TokenSampler,
-    ends: Ends,
-    pad: int,
-    check: Callable[[], None],
+    options: DecodeOptions,
 ) -> DecodedRows:
     """Rows that begin together, padded on the left."""
     device, (group, new) = u.device, u.shape[1:]
     u, limit = rearrange(u, "p g n -> (p g) n"), limit.flatten()
-    stop = torch.tensor(ends.ids, device=device)
-    ids = as_tokens(prompts, pad, device)
+    stop = torch.tensor(options.end_tokens, device=device)
+    ids = as_tokens(prompts, options.pad, device)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     attend = torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]
     cache = DynamicCache(config=model.config)
     logits = forward(model, ids, attend, (attend.long().cumsum(-1) - 1).clamp(min=0), cache)
     cache.batch_repeat_interleave(group)
     logits, attend, position = (x.repeat_interleave(group, 0) for x in (logits, attend, lengths))
-    out, row = empty_rows(u, pad), torch.arange(len(u), device=device)  # which output row each live row writes to
+    out = empty_rows(u, options.pad)
+    row = torch.arange(len(u), device=device)  # which output row each live row writes to
     for t in range(new):
-        check()
-        token, logp = token_sampler(logits, u[row, t])
+        options.check()
+        token, logp = options.token_sampler(logits, u[row, t])
         out.tokens[row, t], out.logp[row, t], out.length[row] = token, logp, t + 1
-        out.stopped[row] = torch.isin(token, stop) | ends_with_stop(out.tokens[row, : t + 1], ends)
+        out.stopped[row] = torch.isin(token, stop) | ends_with_stop(out.tokens[row, : t + 1], options.stops)
         live = (~out.stopped[row] & (t + 1 < limit[row])).nonzero()[:, 0]
         if not len(live) or t + 1 == new:
             break
@@ -106,7 +96,7 @@ def cache_keyword(model: nn.Module) -> str:
     return next((name for name in CACHES if name in taken), by_version)
 
 
-def ends_with_stop(tokens: Tensor, ends: Ends) -> Tensor:
+def ends_with_stop(tokens: Tensor, stops: Stops) -> Tensor:
     """Rows whose last token completes a stop string."""
-    found = ends.stops.first(tokens.tolist(), [1] * len(tokens)) if ends.stops.stop else [0] * len(tokens)
-    return torch.tensor(found, device=tokens.device) > 0
+    lengths = stops.first(tokens.tolist(), [1] * len(tokens)) if stops.stop else [0] * len(tokens)
+    return torch.tensor(lengths, device=tokens.device) > 0

@@ -16,14 +16,14 @@ from grpo_fn.core.batch import sample_keys
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.episodes.episode_rows import Environments, EpisodeRows
-from grpo_fn.shell.model.hf import Encode, stop_ids
+from grpo_fn.shell.model.hf import stop_ids
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.interface import (
-    OnCompletion,
     SamplerContext,
+    SamplerOptions,
+    TokenSampler,
     assemble,
     assemble_episodes,
-    check_limits,
     completion_limits,
     completion_of_row,
     context_limit,
@@ -31,11 +31,10 @@ from grpo_fn.shell.sampler.interface import (
     positions,
 )
 from grpo_fn.shell.sampler.local import hf_cache_decode
-from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, DecodedRows, Ended, Ends
+from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, DecodedRows, DecodeOptions, Ended
 from grpo_fn.shell.sampler.local.decode_step import (
     DecodeEngine,
     Stops,
-    TokenSampler,
     build_engine,
     decoding_unsupported_reason,
 )
@@ -76,64 +75,25 @@ class SharedDecoder:
         return self.stops
 
 
-def local(
-    context: SamplerContext,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    token_sampler: TokenSampler,
-    encode: Encode,
-    max_new_tokens: int,
-    stop: Sequence[str],
-    max_rows: int,
-    max_total_tokens: int | None,
-) -> "LocalSampler":
+def local(context: SamplerContext, options: SamplerOptions) -> "LocalSampler":
     """A sampler from a module in this process: no engine besides torch and transformers.
 
     Args:
         context: the model that is trained, and its surroundings.
-        tokenizer: of the model.
-        token_sampler: (logits [B, V], uniform numbers [B]) -> (tokens [B], log-probs [B]).
-        encode: (tokenizer, prompt) -> token ids.
-        max_new_tokens: most tokens of a completion.
-        stop: texts that end a completion.
-        max_rows: rows decoded at once; bounds the KV cache.
-        max_total_tokens: most tokens of a prompt and its completion together; None: no such limit.
+        options: what the run asks of its sampler.
 
     Returns:
         The sampler.
-
-    Raises:
-        ValueError: for limits below 1 and stop strings that would stop at once or letter by letter.
     """
-    return LocalSampler(
-        context.full_model(),
-        tokenizer,
-        token_sampler=token_sampler,
-        encode=encode,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        max_rows=max_rows,
-        on_completion=context.on_completion,
-        max_total_tokens=max_total_tokens,
-        environments=context.environments,
-    )
+    return LocalSampler(**vars(options), model=context.full_model())
 
 
-@dataclass(frozen=True)
-class LocalSampler:
+@dataclass(frozen=True, kw_only=True)
+class LocalSampler(SamplerOptions):
     """Samples from `model`: the policy's own module where that is whole and computes in its dtype, else one of ours."""
 
     model: nn.Module
-    tokenizer: PreTrainedTokenizerBase
-    token_sampler: TokenSampler
-    encode: Encode
-    max_new_tokens: int
-    stop: Sequence[str]
-    max_rows: int  # rows decoded at once; bounds the KV cache
-    on_completion: OnCompletion | None = None  # called with every row as soon as it has ended
     check: Callable[[], None] = never_stop  # called every few decode steps; what it raises ends them
-    max_total_tokens: int | None = None  # of a prompt and its completion together
-    environments: Environments | None = None  # of rows that are episodes
     held: SharedDecoder = field(default_factory=SharedDecoder, repr=False, compare=False)
     ranks: ClassVar[int] = 1  # that have one of it together
     overlaps: ClassVar[bool] = False  # it cannot sample while its device trains
@@ -148,10 +108,6 @@ class LocalSampler:
     def complaints(self) -> list[str]:
         """It has none."""
         return []
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for limits below 1 and for stop strings that would stop at once or letter by letter."""
-        check_limits(self.stop, max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
 
     @torch.no_grad()
     def load(self, policy: FSDPPolicy | FixedWeights) -> None:
@@ -253,23 +209,24 @@ class LocalSampler:
         size = self.model.config.get_text_config().vocab_size
         stops = self.held.scan_stops(self.tokenizer, () if rows else self.stop, size)
         turn_end = [rows.of.chat.end] if rows else []
-        how = {
-            "token_sampler": self.token_sampler,
-            "ends": Ends([*stop_ids(self.tokenizer, self.model), *turn_end], stops),
-            "slots": self.max_rows,
-            "pad": self.tokenizer.eos_token_id,
-            "ended": ended,
-            "check": self.check,
-        }
-        made = self.held.decoder(self.model, u.device)
+        options = DecodeOptions(
+            token_sampler=self.token_sampler,
+            end_tokens=[*stop_ids(self.tokenizer, self.model), *turn_end],
+            stops=stops,
+            slots=self.max_rows,
+            pad=self.tokenizer.eos_token_id,
+            ended=ended,
+            check=self.check,
+        )
+        engine = self.held.decoder(self.model, u.device)
         if rows is not None:
-            batching = TurnBatching(made, prompts, u, limit, rows=rows, **how)
+            batching = TurnBatching(engine, prompts, u, limit, options, rows)
             decoded = batching.run()
             rows.of.caller.count("time/environment_wait", batching.waited)
             return decoded
-        if made is None:
-            return hf_cache_decode.decode(self.model, prompts, u, limit, **how)
-        return ContinuousBatching(made, prompts, u, limit, **how).run()
+        if engine is None:
+            return hf_cache_decode.decode(self.model, prompts, u, limit, options)
+        return ContinuousBatching(engine, prompts, u, limit, options).run()
 
     def _ended(self, problems: Sequence[Problem], group_size: int, rows: EpisodeRows | None = None) -> Ended | None:
         """A function that calls `on_completion` for the row with that number; None without `on_completion`."""

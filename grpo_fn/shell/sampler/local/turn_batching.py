@@ -7,15 +7,15 @@ fast environments answer. With `answer_steps` None rows go on as answers come, a
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_fn.shell.episodes.episode_rows import EpisodeRows, GoesOn
-from grpo_fn.shell.sampler.local.continuous_batching import PREFILL, ContinuousBatching, DecodedRows, Ended, Ends
-from grpo_fn.shell.sampler.local.decode_step import DecodeEngine, Live, TokenSampler, draw, forward_step
+from grpo_fn.shell.sampler.local.continuous_batching import PREFILL, ContinuousBatching, DecodedRows, DecodeOptions
+from grpo_fn.shell.sampler.local.decode_step import DecodeEngine, Live, draw, forward_step
 from grpo_fn.shell.sampler.local.kv_cache import ChunkAttention
 
 PADDING = 256  # tokens of padding that cost about as much as another pass through the model
@@ -43,27 +43,10 @@ class TurnBatching(ContinuousBatching):
         prompts: Sequence[list[int]],
         u: Float[Tensor, "R N"],
         limit: Int[Tensor, "R"],
-        *,
+        options: DecodeOptions,
         rows: EpisodeRows,
-        token_sampler: TokenSampler,
-        ends: Ends,
-        slots: int,
-        pad: int,
-        ended: Ended | None,
-        check: Callable[[], None],
     ) -> None:
-        super().__init__(
-            engine,
-            prompts,
-            u,
-            limit,
-            token_sampler=token_sampler,
-            ends=ends,
-            slots=slots,
-            pad=pad,
-            ended=ended,
-            check=check,
-        )
+        super().__init__(engine, prompts, u, limit, options)
         self.rows, self.waited = rows, 0.0  # seconds in which nothing was decoded as answers were waited for
         self.begun, self.due = (torch.zeros(len(self.busy), dtype=torch.long) for _ in range(2))
         self.by_slot += [self.begun, self.due]  # where its turn begins, and the step at which its answer is waited for
@@ -121,7 +104,7 @@ class TurnBatching(ContinuousBatching):
         begun = time.perf_counter()
         answers = []
         for b in self.row[slot].tolist():
-            self.check()
+            self.options.check()
             answers.append(self.rows.go_on(b))
         self.waited += time.perf_counter() - begun
         self.paused[slot], self.shape = False, None
@@ -166,7 +149,7 @@ class TurnBatching(ContinuousBatching):
         no = torch.zeros(len(slot), dtype=torch.bool, device=device)
         flags = (no, no.clone(), no.clone())
         next_turn = Live(columns.clone(), start, start + columns, columns.clone(), limit, *flags, u, tokens, logp)
-        draw(next_turn, logits, self.token_sampler, self.engine.marks)
+        draw(next_turn, logits, self.options.token_sampler, self.engine.marks)
         for x, given in zip(live, next_turn, strict=True):
             x[there] = given
         self.begun[slot] = columns.cpu()
