@@ -288,6 +288,7 @@ def sampler_options(
         max_total_tokens=sampling.max_total_tokens,
         max_rows=max_rows,
         stop=sampling.stop,
+        allow_biased=sampling.allow_biased,
         on_completion=on_completion,
         environments=environments,
     )

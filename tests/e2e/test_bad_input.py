@@ -214,12 +214,8 @@ from grpo_fn.trainer import sections
 sections.Sampling.sampler = @engines.cutting
 sections.Sampling.probe = @probe.Probe()
 probe.Probe:
-    prompt_tokens = 20
-    new_tokens = 4
     max_gap = 0.05
     max_gap_float32 = 1e-3
-    draws = 128
-    min_p_value = 1e-9
 """
 
 

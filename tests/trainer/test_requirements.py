@@ -23,9 +23,9 @@ SERVED += [
     "--gin_param",
     "SERVERS=['http://127.0.0.1:9']",
     "--gin_param",
-    "vllm_transfer.nccl_transfer.host='127.0.0.1'",
+    "vllm_transfer.NcclTransfer.host='127.0.0.1'",
 ]
-SERVED += ["--gin_param", "vllm_servers.DedicatedEngine.transfer=@vllm_transfer.nccl_transfer"]
+SERVED += ["--gin_param", "vllm_servers.DedicatedEngine.transfer=@vllm_transfer.NcclTransfer"]
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_so_does_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_weights_do_not_go_by_nccl_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([*SERVED, "--run_dir", str(tmp_path / "run")])
-    said = r"error: transfer: got vllm_transfer\.nccl_transfer without a GPU here, wanted vllm_transfer\.file_transfer"
+    said = r"error: transfer: got vllm_transfer\.NcclTransfer without a GPU here, wanted vllm_transfer\.FileTransfer"
     refused(code, capsys.readouterr().err, tmp_path / "run", said)
 
 
@@ -77,10 +77,10 @@ def test_a_dry_run_may_be_about_another_machine(
 
 
 def test_engines_that_need_neither_are_let_pass() -> None:
-    files = partial(vllm_transfer.file_transfer, folder="/nowhere", chunk_bytes=1, keep=False)
+    files = partial(vllm_transfer.FileTransfer, folder="/nowhere", keep=False)
     served = partial(vllm_sampler.dedicated_sampler, engine=partial(vllm_servers.DedicatedEngine, transfer=files))
     check_engines([partial(local, max_rows=4), served, None])
 
 
 def by_nccl() -> partial:
-    return partial(vllm_transfer.nccl_transfer, host="127.0.0.1", chunk_bytes=1, seconds=1.0)
+    return partial(vllm_transfer.NcclTransfer, host="127.0.0.1")

@@ -48,7 +48,6 @@ OPTIONS = {
 KNOBS = {
     "max_model_len": None,
     "extra": {},
-    "allow_biased": False,
     "tensor_parallel": 1,
     "gpu_memory_utilization": 0.3,
     "kv_cache_bytes": 2**26,

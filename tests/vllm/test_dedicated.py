@@ -26,15 +26,14 @@ from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.sampling import categorical
 from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.sampler.interface import GenerationRequest, SamplerContext, SamplerOptions, verify_receipt
-from grpo_fn.shell.vllm import vllm_transfer
-from grpo_fn.shell.vllm.client import FIELDS, Patience, Server, Unreachable
+from grpo_fn.shell.vllm import vllm_servers, vllm_transfer
+from grpo_fn.shell.vllm.client import FIELDS, Server, Unreachable
 from grpo_fn.shell.vllm.vllm_sampler import VllmSampler
 from grpo_fn.shell.vllm.vllm_servers import DedicatedEngine
 from grpo_fn.shell.world import World
 
 ROOT = Path(__file__).parents[2]
 START = 300.0  # seconds that a server may take to start where other work goes on; alone it takes 30 to 50
-PATIENCE = Patience(connect=5.0, control=60.0, generate=120.0, swap=120.0)
 TEMPERATURE = 0.7
 HOW = {"temperature": TEMPERATURE, "max_tokens": 8, "ignore_eos": True}
 LONG = tuple(i * 7 % 300 for i in range(300))  # two blocks of cached prefixes and a part of one
@@ -145,14 +144,26 @@ def processes(tmp_path_factory):
             one.kill()
 
 
+CHUNK = 40_000  # bytes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_and_quick():
+    """Several chunks of the small model, and looks at servers that come soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_servers, "CHUNK_BYTES", CHUNK)
+        patch.setattr(vllm_servers, "CHECK_SECONDS", 0.5)
+        yield
+
+
 def engine(processes, folder, **knobs):
     """An engine of these."""
-    quick = {"request_seconds": 120.0, "swap_seconds": 120.0, "check_seconds": 0.5, "server_timeout": START}
+    quick = {"request_seconds": 120.0, "server_timeout": START}
     return DedicatedEngine(
         World(0, 1, torch.device("cpu"), deadline=600.0),
         torch.float32,
         servers=[one.url for one in processes],
-        transfer=partial(vllm_transfer.file_transfer, folder=str(folder), chunk_bytes=40_000, keep=True),
+        transfer=partial(vllm_transfer.FileTransfer, folder=str(folder), keep=True),
         **{"pause": "wait", "max_requests": 16, **quick, **knobs},
     )
 
@@ -247,9 +258,9 @@ def test_an_update_that_broke_off_is_given_up_and_a_wrong_file_is_refused(proces
     import asyncio
 
     async def half():
-        server = Server(processes[0].url, patience=PATIENCE, connections=4, api_key=None)
-        transfer = vllm_transfer.file_transfer(folder=str(tmp_path), chunk_bytes=40_000, keep=True)
-        parts = list(vllm_transfer.chunks(weights(model(9)), transfer.chunk_bytes))
+        server = Server(processes[0].url, seconds=120.0, connections=4, api_key=None)
+        transfer = vllm_transfer.FileTransfer(folder=str(tmp_path), keep=True)
+        parts = list(vllm_transfer.chunks(weights(model(9)), CHUNK))
         info, _ = transfer.meeting(server.url, 1)
         await server.join(info)
         await server.pause("keep")

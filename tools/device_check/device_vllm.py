@@ -28,7 +28,7 @@ def colocated(setting: Setting) -> list[Figure]:
     bench = built(setting, folder(setting, shape), torch.bfloat16, lr=1e-4)
     sampler = engine_in(bench.context(), prompt=PROMPT, new=NEW, tokens=PROMPT + 2 * NEW, rows=64, cache=2**26)
     spread = DataParallelSampler(sampler, bench.world)
-    probe = Probe(prompt_tokens=PROMPT, new_tokens=NEW, max_gap=0.1, max_gap_float32=1e-3, draws=0, min_p_value=1e-9)
+    probe = Probe(max_gap=0.1, max_gap_float32=1e-3)
     key = prng.key(KEY, device="cpu")
     try:
         spread.load(bench.policy)  # raises StaleEngine where the fingerprints differ
@@ -89,7 +89,6 @@ def engine_in(place: SamplerContext, *, prompt: int, new: int, tokens: int, rows
         options,
         max_model_len=tokens,
         extra={},
-        allow_biased=False,
         tensor_parallel=1,
         gpu_memory_utilization=SHARE,
         kv_cache_bytes=cache,

@@ -49,6 +49,7 @@ class SamplerOptions:
     stop: Sequence[str]  # texts that end a completion
     max_rows: int  # decoded at once
     max_total_tokens: int | None = None  # of a prompt and its completion together; None: no such limit
+    allow_biased: bool = False  # whether draws may come from another distribution than the trainer's
     # Called with every completion, the one that its rollout will have, as soon as it has ended, in whatever thread.
     on_completion: OnCompletion | None = None
     environments: Environments | None = None  # of rows that are episodes

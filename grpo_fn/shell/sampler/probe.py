@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Policy
-from grpo_fn.shell.sampler.interface import DataParallelSampler, EngineRefused
+from grpo_fn.shell.sampler.interface import DataParallelSampler, EngineRefused, SamplerOptions
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 12 + 30 = 42. "
 OPEN = (
@@ -25,6 +25,10 @@ OPEN = (
     "3, 1, 4, 1, 5, 9, 2, 6,",
     "Ten animals: a",
 )  # to go on with
+PROMPT_TOKENS = 160  # at least, where the model has as many positions: longer than a block of cached prefixes
+NEW_TOKENS = 16  # that each engine draws; `max_new_tokens` where that is less
+DRAWS = 128  # of the first token after each of OPEN, by each engine
+MIN_P_VALUE = 1e-9  # so rare that no right engine of any run is refused
 CUT = 8  # characters that go at a time where the text is too long
 
 
@@ -34,25 +38,16 @@ class Mismatch(EngineRefused):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A check of an engine against the policy, its log-probs and what it draws: sizes, and the limits that pass."""
+    """A check of an engine against the policy: its log-probs and what it draws."""
 
-    prompt_tokens: int  # at least so many where the model has as many positions: longer than a block of cached prefixes
-    new_tokens: int  # that each engine draws; `max_new_tokens` where that is less
     max_gap: float  # mean |logp of the policy - logp of the sampler| that still passes in 16 bits, in nats
     max_gap_float32: float  # the same where both compute in float32
-    draws: int  # of the first token after each of four prompts, by each engine; 0: what is drawn is not tested
-    min_p_value: float  # of that test; the same for every push
 
     def __post_init__(self) -> None:
-        """Raise ValueError for numbers that make no probe."""
-        if self.prompt_tokens < 1 or self.new_tokens < 1 or not (self.max_gap > 0 and self.max_gap_float32 > 0):
+        """Raise ValueError for limits that nothing passes."""
+        if not (self.max_gap > 0 and self.max_gap_float32 > 0):
             raise ValueError(
-                f"probe: got prompt_tokens {self.prompt_tokens}, new_tokens {self.new_tokens}, max_gap {self.max_gap}, "
-                f"max_gap_float32 {self.max_gap_float32}, wanted at least 1, at least 1, more than 0, more than 0"
-            )
-        if self.draws < 0 or not 0 < self.min_p_value < 1:
-            raise ValueError(
-                f"probe: got draws {self.draws}, min_p_value {self.min_p_value}, wanted 0 or more, between 0 and 1"
+                f"probe: got max_gap {self.max_gap}, max_gap_float32 {self.max_gap_float32}, wanted more than 0"
             )
 
     def __call__(
@@ -67,10 +62,10 @@ class Probe:
         """The gap's mean and maximum over the tokens of all engines, the test's p-value. Every rank has to take part.
 
         `max_positions` is the model's, `dtype` what both compute in. Raises Mismatch when the mean is over the limit or
-        no number, and when draws are as unlikely as less than `min_p_value`.
+        no number, and when draws are as unlikely as less than MIN_P_VALUE.
         """
         figures = self.compare_log_probs(spread, policy, key=key, max_positions=max_positions, dtype=dtype)
-        return {**figures, **(self.compare_draws(spread, policy, key=key) if self.draws else {})}
+        return {**figures, **compare_draws(spread, policy, key=key)}
 
     def compare_log_probs(
         self,
@@ -83,9 +78,9 @@ class Probe:
     ) -> dict[str, float]:
         """The gap's mean and maximum; raises Mismatch as the call does."""
         limit, knob = (self.max_gap_float32, "_float32") if dtype == torch.float32 else (self.max_gap, "")
-        few = min(self.new_tokens, spread.sampler.max_new_tokens)
+        few = min(NEW_TOKENS, spread.sampler.max_new_tokens)
         short = replace(spread.sampler, max_new_tokens=few, max_total_tokens=None, on_completion=None)
-        prompt = self.prompt(short, None if max_positions is None else max_positions - few)
+        prompt = probe_prompt(short, None if max_positions is None else max_positions - few)
         problems = [Problem(uid, prompt, "", {}) for uid in range(spread.engines)]
         rollout = DataParallelSampler(short, spread.world).sample(problems, 1, key=key)
         gap = (policy.logp(rollout) - rollout.logp_sampled).abs()
@@ -99,36 +94,38 @@ class Probe:
             )
         return {"engine/probe_gap_mean": float(torch.cat(rows).mean()), "engine/probe_gap_max": float(gap.max())}
 
-    def compare_draws(self, spread: DataParallelSampler, policy: Policy, *, key: Tensor) -> dict[str, float]:
-        """The least likely engine's p-value; raises Mismatch as the call does."""
-        engines, sampler = spread.engines, spread.sampler
-        short = replace(sampler, max_new_tokens=1, max_total_tokens=None, on_completion=None)
-        # An engine has neighbouring problems; numbers that the first comparison does not use.
-        problems = [Problem(engines + i, OPEN[i % len(OPEN)], "", {}) for i in range(engines * len(OPEN))]
-        rollout = DataParallelSampler(short, spread.world).sample(problems, self.draws, key=key)
-        logp = policy.logp(rollout)[rollout.mask].view(engines, len(OPEN), self.draws)
-        tokens = rollout.tokens[rollout.mask].view(logp.shape)
-        values = [
-            p_value([count_outside(*pair) for pair in zip(*of_one, strict=True)])
-            for of_one in zip(tokens, logp, strict=True)
-        ]
-        worst, lowest = min(enumerate(values), key=lambda x: x[1])
-        if lowest < self.min_p_value:
-            raise Mismatch(
-                f"engine {worst} of {engines}: got draws that the policy's distribution makes with a chance of "
-                f"{lowest:.2g}, wanted at least {self.min_p_value:g} (probe.Probe.min_p_value): it leaves tokens out "
-                "(top-k, top-p, min-p), or draws at another temperature; docs/running/engines.md"
-            )
-        return {"engine/probe_draws_p_value": lowest}
 
-    def prompt(self, sampler: object, max_positions: int | None) -> str:
-        """A text of `prompt_tokens` tokens or a few more; of fewer where they do not fit."""
-        text, most = TEXT, inf if max_positions is None else max_positions
-        while len(sampler.encode(sampler.tokenizer, text)) < min(self.prompt_tokens, most):
-            text += TEXT
-        while len(sampler.encode(sampler.tokenizer, text)) > most and len(text) > CUT:
-            text = text[:-CUT]
-        return text
+def probe_prompt(sampler: SamplerOptions, max_positions: int | None) -> str:
+    """A text of PROMPT_TOKENS tokens or a few more; of fewer where they do not fit."""
+    text, most = TEXT, inf if max_positions is None else max_positions
+    while len(sampler.encode(sampler.tokenizer, text)) < min(PROMPT_TOKENS, most):
+        text += TEXT
+    while len(sampler.encode(sampler.tokenizer, text)) > most and len(text) > CUT:
+        text = text[:-CUT]
+    return text
+
+
+def compare_draws(spread: DataParallelSampler, policy: Policy, *, key: Tensor) -> dict[str, float]:
+    """The p-value of the least likely engine; raises Mismatch where that is less than MIN_P_VALUE."""
+    engines, sampler = spread.engines, spread.sampler
+    short = replace(sampler, max_new_tokens=1, max_total_tokens=None, on_completion=None)
+    # An engine has neighbouring problems; numbers that the first comparison does not use.
+    problems = [Problem(engines + i, OPEN[i % len(OPEN)], "", {}) for i in range(engines * len(OPEN))]
+    rollout = DataParallelSampler(short, spread.world).sample(problems, DRAWS, key=key)
+    logp = policy.logp(rollout)[rollout.mask].view(engines, len(OPEN), DRAWS)
+    tokens = rollout.tokens[rollout.mask].view(logp.shape)
+    values = [
+        p_value([count_outside(*pair) for pair in zip(*of_one, strict=True)])
+        for of_one in zip(tokens, logp, strict=True)
+    ]
+    worst, lowest = min(enumerate(values), key=lambda x: x[1])
+    if lowest < MIN_P_VALUE:
+        raise Mismatch(
+            f"engine {worst} of {engines}: got draws that the policy's distribution makes with a chance of "
+            f"{lowest:.2g}, wanted at least {MIN_P_VALUE:g}: it leaves tokens out (top-k, top-p, min-p), or draws at "
+            "another temperature; docs/running/engines.md"
+        )
+    return {"engine/probe_draws_p_value": lowest}
 
 
 # -- whether tokens were drawn from the policy's distribution: an exact test on their log-probs

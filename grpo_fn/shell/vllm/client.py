@@ -5,11 +5,12 @@ A call ends in an answer, in `Unreachable` (no server, the time is up, the serve
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import httpx2
 
+CONNECT = 5.0  # seconds until a host counts as gone
+CONTROL = 30.0  # seconds for a short question
 KEEP_ALIVE = 2.0  # seconds; the server hangs up after 5, and a request sent at that moment would be lost
 NO_LOGP = -9999.0  # what the server sends for a log-prob that is missing, NaN or minus infinity
 ENDED = {"stop": True, "length": False}  # finish_reason -> by itself
@@ -45,25 +46,19 @@ class ServerCompletion(NamedTuple):
     versions: list[str]  # labels of the weights that drew the tokens, in their order
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """Seconds that a call may take."""
-
-    connect: float
-    control: float  # a short question; everything but the rest
-    generate: float  # one completion, with its wait in the server's queue and through a swap of weights
-    swap: float  # pausing, or taking in a chunk of weights
-
-
 class Server:
-    """A server at `url`. For one event loop; many calls may be under way at once."""
+    """A server at `url`. For one event loop; many calls may be under way at once.
 
-    def __init__(self, url: str, *, patience: Patience, connections: int, api_key: str | None) -> None:
+    `seconds` is how long a completion may take, with its wait in the server's queue and through a swap of weights, and
+    how long a step of a swap.
+    """
+
+    def __init__(self, url: str, *, seconds: float, connections: int, api_key: str | None) -> None:
         """Raise ValueError for an address that is none. Nothing is sent yet."""
         if not url.startswith(("http://", "https://")) or not httpx2.URL(url).host:
             raise ValueError(f"server: got {url!r}, wanted an address like http://host:8000")
         self.url = url.rstrip("/")
-        self._patience = patience
+        self._seconds = seconds
         # Proxies of the environment are for the world outside; weights and rollouts stay inside.
         self._client = httpx2.AsyncClient(
             base_url=self.url,
@@ -84,7 +79,7 @@ class Server:
         """
         params = {**how, "seed": seed, "n": 1, "logprobs": 0}
         sent = {"token_ids": list(prompt), "sampling_params": params}
-        answer = await self._call("POST", "/inference/v1/generate", self._patience.generate, json=sent)
+        answer = await self._call("POST", "/inference/v1/generate", self._seconds, json=sent)
         choice = answer["choices"][0]
         if choice["finish_reason"] not in ENDED:
             raise Unreachable(f"{self.url}: got a completion that ended with {choice['finish_reason']!r}")
@@ -102,7 +97,7 @@ class Server:
         """Log-probs of given tokens but the first, each after those before it, in nats, at temperature 1 whatever is
         sent: the server does not divide the logits of a prompt."""
         sent = {"prompt": [*tokens], "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}
-        answer = await self._call("POST", "/v1/completions", self._patience.generate, json=sent)
+        answer = await self._call("POST", "/v1/completions", self._seconds, json=sent)
         found = (answer["choices"][0].get("prompt_logprobs") or [None])[1:]
         logp = [(one or {}).get(str(token), {}).get("logprob") for token, one in zip(tokens[1:], found, strict=False)]
         if len(logp) != len(tokens) - 1 or not all(isinstance(x, float) and NO_LOGP < x <= 0.0 for x in logp):
@@ -114,69 +109,69 @@ class Server:
 
     async def max_model_len(self) -> int:
         """Most tokens that it reads, the one that it draws behind them included."""
-        return (await self._call("GET", "/v1/models", self._patience.control))["data"][0]["max_model_len"]
+        return (await self._call("GET", "/v1/models", CONTROL))["data"][0]["max_model_len"]
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         """The text of tokens, by its own tokenizer."""
-        return (await self._call("POST", "/detokenize", self._patience.control, json={"tokens": [*tokens]}))["prompt"]
+        return (await self._call("POST", "/detokenize", CONTROL, json={"tokens": [*tokens]}))["prompt"]
 
     async def check_health(self) -> None:
         """Raise Unreachable unless it says that it is well."""
-        await self._call("GET", "/health", self._patience.control)
+        await self._call("GET", "/health", CONTROL)
 
     async def version(self) -> str:
         """The label of the weights that it has."""
-        return (await self._call("GET", "/weight_info", self._patience.control))["weight_version"]
+        return (await self._call("GET", "/weight_info", CONTROL))["weight_version"]
 
     async def workers(self) -> int:
         """How many processes hold its weights."""
-        return (await self._call("GET", "/get_world_size", self._patience.control))["world_size"]
+        return (await self._call("GET", "/get_world_size", CONTROL))["world_size"]
 
     async def ask_workers(self, method: str) -> list[dict[str, Any]]:
         """What a method of the worker extension says on each worker."""
-        return (await self._call("POST", "/collective_rpc", self._patience.swap, json={"method": method}))["results"]
+        return (await self._call("POST", "/collective_rpc", self._seconds, json={"method": method}))["results"]
 
     async def pause(self, mode: str) -> None:
         """Draw no more tokens, once the requests that are at work are done ("wait") or right away ("keep")."""
-        await self._call("POST", "/pause", self._patience.swap, params={"mode": mode, "clear_cache": True})
+        await self._call("POST", "/pause", self._seconds, params={"mode": mode, "clear_cache": True})
 
     async def resume(self) -> None:
         """Go on."""
-        await self._call("POST", "/resume", self._patience.control)
+        await self._call("POST", "/resume", CONTROL)
 
     async def forget(self) -> None:
         """Drop what was computed of prompts and of requests at work: with new weights it is wrong."""
         how = {"reset_running_requests": True}
-        done = await self._call("POST", "/reset_prefix_cache", self._patience.control, params=how)
+        done = await self._call("POST", "/reset_prefix_cache", CONTROL, params=how)
         if not done.get("success", True):
             raise Unreachable(f"{self.url}: got its cache of prefixes held, wanted it dropped")
 
     async def abort(self) -> None:
         """End every request that is at work or waits."""
-        await self._call("POST", "/abort_requests", self._patience.control, json={})
+        await self._call("POST", "/abort_requests", CONTROL, json={})
 
     async def join(self, init_info: dict[str, Any]) -> None:
         """Meet the trainer for the transfers to come."""
-        await self._call("POST", "/init_weight_transfer_engine", self._patience.swap, json={"init_info": init_info})
+        await self._call("POST", "/init_weight_transfer_engine", self._seconds, json={"init_info": init_info})
 
     async def begin(self) -> None:
         """Weights are about to come."""
-        await self._call("POST", "/start_weight_update", self._patience.swap)
+        await self._call("POST", "/start_weight_update", self._seconds)
 
     async def take(self, update_info: dict[str, Any]) -> None:
         """Load these."""
-        await self._call("POST", "/update_weights", self._patience.swap, json={"update_info": update_info})
+        await self._call("POST", "/update_weights", self._seconds, json={"update_info": update_info})
 
     async def finish(self) -> None:
         """That was all of them."""
-        await self._call("POST", "/finish_weight_update", self._patience.swap)
+        await self._call("POST", "/finish_weight_update", self._seconds)
 
     async def relabel(self, label: str) -> None:
         """From now on the weights are called this."""
-        await self._call("POST", "/update_weight_version", self._patience.control, json={"new_version": label})
+        await self._call("POST", "/update_weight_version", CONTROL, json={"new_version": label})
 
     async def _call(self, verb: str, path: str, seconds: float, **sent: Any) -> dict[str, Any]:
-        timeout = httpx2.Timeout(seconds, connect=self._patience.connect)
+        timeout = httpx2.Timeout(seconds, connect=CONNECT)
         try:
             answer = await self._client.request(verb, path, timeout=timeout, **sent)
         except httpx2.TimeoutException as error:

@@ -70,7 +70,7 @@ def check_extra(extra: Mapping[str, Any], *, allow_biased: bool) -> None:
         listed = ", ".join(f"{name} = {extra[name]!r}" for name in biased)
         raise ValueError(
             f"extra: got {listed}, which may draw from another distribution than the trainer's, wanted none of it, or "
-            "allow_biased = True to train all the same"
+            "sections.Sampling.allow_biased = True to train all the same"
         )
 
 

@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_fn.core.batch import lengths
 from grpo_fn.core.checks import check_positive
 from grpo_fn.core.types import Rollout
-from grpo_fn.shell.vllm.client import Patience, RequestRefused, Server, Unreachable
-from grpo_fn.shell.vllm.vllm_servers import CONNECT, CONTROL
+from grpo_fn.shell.vllm.client import RequestRefused, Server, Unreachable
 
 T = TypeVar("T")
 
@@ -143,9 +142,9 @@ class VllmTeacher:
                     await asyncio.sleep(AGAIN)
 
     def _opened(self) -> list[Server]:
-        patience = Patience(connect=CONNECT, control=CONTROL, generate=self.request_seconds, swap=self.request_seconds)
         key = os.environ.get("VLLM_API_KEY") or None
-        return [Server(url, patience=patience, connections=self.max_requests, api_key=key) for url in self.servers]
+        limits = {"seconds": self.request_seconds, "connections": self.max_requests}
+        return [Server(url, **limits, api_key=key) for url in self.servers]
 
 
 async def _check(server: Server, name: str, wanted: int, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:

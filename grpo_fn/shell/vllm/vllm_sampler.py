@@ -211,7 +211,6 @@ def colocated_sampler(
     *,
     max_model_len: int | None,
     extra: Mapping[str, Any],
-    allow_biased: bool,
     tensor_parallel: int,
     gpu_memory_utilization: float,
     kv_cache_bytes: int,
@@ -225,7 +224,6 @@ def colocated_sampler(
         options: what the run asks of its sampler; vLLM draws as sampling.greedy, categorical and nucleus alone.
         max_model_len: positions that the engine has memory for; None: the model's.
         extra: further fields of vLLM's SamplingParams.
-        allow_biased: True takes fields in `extra` that may bias the draws.
         tensor_parallel: neighbouring ranks that are one engine together.
         gpu_memory_utilization: fraction of the GPU's memory that the engine has while it is awake.
         kv_cache_bytes: size of the KV cache on a CPU, beside the weights, bytes.
@@ -249,7 +247,7 @@ def colocated_sampler(
         detokenize=bool(options.stop),
     )
     engine = partial(ColocatedEngine, context, how, deadline=generate_timeout)
-    return start_engine(engine, context, options, max_model_len, extra, allow_biased=allow_biased)
+    return start_engine(engine, context, options, max_model_len, extra)
 
 
 def dedicated_sampler(
@@ -258,7 +256,6 @@ def dedicated_sampler(
     *,
     max_model_len: int | None,
     extra: Mapping[str, Any],
-    allow_biased: bool,
     engine: Callable[[World, torch.dtype], InferenceEngine],
 ) -> "VllmSampler":
     """A sampler whose engine is elsewhere: `engine` makes what talks to it (vllm_servers.DedicatedEngine).
@@ -269,7 +266,6 @@ def dedicated_sampler(
             decodes at once, `max_rows` is what `grpo_fn.eval` asks for at once.
         max_model_len: positions that the engine has memory for; None: the model's.
         extra: further fields of vLLM's SamplingParams.
-        allow_biased: True takes fields in `extra` that may bias the draws.
         engine: (world, dtype) -> the client of the engine.
 
     Returns:
@@ -279,7 +275,7 @@ def dedicated_sampler(
         ValueError: for what vLLM does not draw, before there is an engine.
     """
     client = partial(engine, context.world, context.dtype)
-    return start_engine(client, context, options, max_model_len, extra, allow_biased=allow_biased)
+    return start_engine(client, context, options, max_model_len, extra)
 
 
 def start_engine(
@@ -288,11 +284,9 @@ def start_engine(
     options: SamplerOptions,
     max_model_len: int | None,
     extra: Mapping[str, Any],
-    *,
-    allow_biased: bool,
 ) -> "VllmSampler":
     """The sampler. Raises ValueError, before there is an engine, for what vLLM does not draw or training should not."""
-    check_extra(extra, allow_biased=allow_biased)
+    check_extra(extra, allow_biased=options.allow_biased)
     merge_options(params(options.token_sampler), extra)
     return VllmSampler(
         **vars(options),

@@ -26,14 +26,13 @@ from grpo_fn.shell.sampler.interface import (
     ignore_completion,
 )
 from grpo_fn.shell.vllm.client import (
-    Patience,
     RequestRefused,
     Server,
     ServerCompletion,
     Unreachable,
     check_sampling_fields,
 )
-from grpo_fn.shell.vllm.vllm_transfer import Transfer, chunks
+from grpo_fn.shell.vllm.vllm_transfer import CHUNK_BYTES, Transfer, chunks
 from grpo_fn.shell.world import World
 
 # -- requests, to servers that are well
@@ -202,6 +201,7 @@ class Router:
 
 
 PARTIAL_LABEL = "torn"  # label of weights of which only a part was loaded
+CHECK_SECONDS = 5.0  # between two looks at servers that are out
 READY_POLL = 1.0  # seconds between two looks at servers that a push waits for
 
 
@@ -213,7 +213,6 @@ class WeightUpdater:
     transfer: Transfer
     expected: Mapping[str, Any]
     pause: str
-    check_seconds: float
     sends_weights: bool  # whether this rank is the one that gives weights
     repeatable: bool = False  # whether the servers draw the same again
     unreadable: set[str] = field(default_factory=set)  # servers whose layout does not show what they hold
@@ -233,7 +232,7 @@ class WeightUpdater:
                 return well
             if time.monotonic() > until:
                 raise self.router.given_up("new weights")
-            await asyncio.sleep(min(READY_POLL, self.check_seconds))
+            await asyncio.sleep(min(READY_POLL, CHECK_SECONDS))
 
     async def _examine(self, member: ServerState) -> bool:
         """Whether its workers are still at an update that was not finished."""
@@ -256,7 +255,7 @@ class WeightUpdater:
         The rank that gives weights looks at the others, too: it may have no work there that would fail.
         """
         while True:
-            await asyncio.sleep(self.check_seconds)
+            await asyncio.sleep(CHECK_SECONDS)
             if self.router.newest is not None and not self.swapping.locked():
                 await asyncio.gather(
                     *(self._recover(one) for one in self.router.members if self.sends_weights or not one.live)
@@ -378,8 +377,6 @@ def _whole(receipts: Sequence[Mapping[str, Any]]) -> list[Fingerprint]:
 
 T = TypeVar("T")
 
-CONNECT = 5.0  # seconds until a host counts as gone
-CONTROL = 30.0  # seconds for a short question
 PAUSES = ("wait", "keep")
 
 
@@ -410,9 +407,8 @@ class DedicatedEngine:
         transfer: makes the carrier of the weights.
         pause: "wait": requests at work end before new weights; "keep": they go on with them.
         max_requests: requests under way from one rank, each one completion.
-        request_seconds: longest wait for a completion, the server's queue and a swap included, seconds.
-        swap_seconds: longest step of a swap, seconds; with "wait" one step lasts until the longest completion ends.
-        check_seconds: interval between two looks at servers that are out, seconds.
+        request_seconds: longest wait for a completion, the server's queue and a swap included, and longest step of a
+            swap, which with "wait" lasts until the longest completion ends; seconds.
         server_timeout: longest time without any server, and wait for all before the first push, seconds.
 
     Raises:
@@ -432,24 +428,23 @@ class DedicatedEngine:
         pause: str,
         max_requests: int,
         request_seconds: float,
-        swap_seconds: float,
-        check_seconds: float,
         server_timeout: float,
     ) -> None:
         """Raise ValueError for knobs that make no sense. No server is asked anything before the first push."""
-        _check_knobs(servers, pause, max_requests, (request_seconds, swap_seconds, check_seconds, server_timeout))
+        _check_knobs(servers, pause, max_requests, (request_seconds, server_timeout))
         self._world, self._run, self._seconds, self._closed = world, secrets.token_hex(4), 0.0, False
         self._transfer = transfer()
-        patience = Patience(connect=CONNECT, control=CONTROL, generate=request_seconds, swap=swap_seconds)
+        # Two connections more than requests: looking at servers and swaps do not wait behind completions.
+        limits = {"seconds": request_seconds, "connections": max_requests + 2}
         key = os.environ.get("VLLM_API_KEY") or None
-        made = [Server(url, patience=patience, connections=max_requests + 2, api_key=key) for url in servers]
-        self._router = Router([ServerState(server) for server in made], server_timeout, asyncio.Semaphore(max_requests))
+        members = [ServerState(Server(url, **limits, api_key=key)) for url in servers]
+        self._router = Router(members, server_timeout, asyncio.Semaphore(max_requests))
         expected = {
             "backend": self._transfer.backend,
             "logprobs_mode": "processed_logprobs",
             "dtype": str(dtype).removeprefix("torch."),
         }
-        self._updater = WeightUpdater(self._router, self._transfer, expected, pause, check_seconds, world.main)
+        self._updater = WeightUpdater(self._router, self._transfer, expected, pause, world.main)
         self._loop = asyncio.new_event_loop()
         self._worker = BackgroundWorker("vllm servers", timeout=None)
         self._worker.submit(self._loop.run_forever, what="the event loop of the vLLM servers")
@@ -558,7 +553,7 @@ class DedicatedEngine:
     ) -> UpdatedServer:
         updater, sent = self._updater, NOTHING
         taking = self._do(updater.swap(taking, updater.open))
-        for chunk in chunks(weights, self._transfer.chunk_bytes):
+        for chunk in chunks(weights, CHUNK_BYTES):
             for _, tensor in chunk:
                 sent += weight_fingerprint(tensor)
             info = self._transfer.offer(chunk)
@@ -605,6 +600,6 @@ def _check_knobs(servers: Sequence[str], pause: str, max_requests: int, seconds:
         raise ValueError(f"pause: got {pause!r}, wanted 'wait' or 'keep'")
     if max_requests < 1 or not all(one > 0 for one in seconds):
         raise ValueError(
-            f"servers: got max_requests {max_requests} and (request_seconds, swap_seconds, check_seconds, "
-            f"server_timeout) {tuple(seconds)}, wanted at least 1 and more than 0"
+            f"servers: got max_requests {max_requests} and (request_seconds, server_timeout) {tuple(seconds)}, "
+            "wanted at least 1 and more than 0"
         )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import psutil
 import torch
@@ -20,6 +20,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from grpo_fn.shell.vllm.process_guards import check_installed, restore_compile_threads
+
+CHUNK_BYTES = 2**28  # of a chunk of weights; one is larger by less than a tensor
 
 Chunk = list[tuple[str, Tensor]]
 Info = dict[str, Any]  # what a server gets to know of one
@@ -38,18 +40,11 @@ def chunks(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Chunk]:
         yield chunk
 
 
-def check_size(chunk_bytes: int) -> None:
-    """Raise ValueError for chunks of nothing."""
-    if chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes: got {chunk_bytes}, wanted at least 1")
-
-
 @runtime_checkable
 class Transfer(Protocol):
     """One way. The main rank calls it, for one set of weights at a time; what a way has no need of does nothing."""
 
-    backend: str  # the engine that servers have to be started with
-    chunk_bytes: int
+    backend: ClassVar[str]  # the engine that servers have to be started with
 
     def meeting(self, url: str, workers: int) -> tuple[Info, Callable[[], None]]:
         """What a server of so many workers gets at the first request, and what the trainer does meanwhile."""
@@ -77,38 +72,27 @@ class Transfer(Protocol):
         """No more weights."""
 
 
-def file_transfer(*, folder: str, chunk_bytes: int, keep: bool) -> "File":
+@dataclass
+class FileTransfer(Transfer):
     """Through safetensors files in a folder that trainer and servers share, under one user.
 
     Args:
         folder: path of the folder. /dev/shm is memory: with `keep` it holds the whole model.
-        chunk_bytes: size of a file, bytes; a file is larger by less than a tensor.
         keep: True keeps the newest weights for a server that comes back; False: it waits for the next ones.
 
-    Returns:
-        The transfer.
-
     Raises:
-        ValueError: for a folder that is not there and a chunk_bytes below 1.
+        ValueError: for a folder that is not there.
     """
-    return File(folder, chunk_bytes, keep)
-
-
-@dataclass
-class File(Transfer):
-    """See `file_transfer`."""
 
     folder: str
-    chunk_bytes: int
     keep: bool
-    backend: str = "grpo_file"
-    _own: Path | None = None
-    _sent: list[Info] = field(default_factory=list)
-    _complete: bool = False
+    backend: ClassVar[str] = "grpo_file"
+    _own: Path | None = field(default=None, init=False)
+    _sent: list[Info] = field(default_factory=list, init=False)
+    _complete: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError for a folder that is not there."""
-        check_size(self.chunk_bytes)
         if not Path(self.folder).is_dir():
             raise ValueError(f"transfer folder: got {self.folder!r}, which is not there; wanted one servers share")
 
@@ -185,58 +169,46 @@ def _sweep(folder: Path) -> None:
 
 
 POLL = 0.01  # seconds
+BROADCAST_SECONDS = 120.0  # longest broadcast of a chunk; a server that takes longer is lost
 
 
 def check_here() -> None:
     """Raise ValueError where a GPU or vLLM is missing, before anything is made."""
     if not torch.cuda.is_available():
         raise ValueError(
-            "transfer: got vllm_transfer.nccl_transfer without a GPU here, wanted vllm_transfer.file_transfer"
+            "transfer: got vllm_transfer.NcclTransfer without a GPU here, wanted vllm_transfer.FileTransfer"
         )
     check_installed("transfer")
 
 
-def nccl_transfer(*, host: str, chunk_bytes: int, seconds: float) -> "Nccl":
+@dataclass
+class NcclTransfer(Transfer):
     """Broadcast from this rank's GPU to those of the servers; vLLM is installed beside the trainer.
+
+    One group for each server: one that dies takes no other's with it. Nothing is kept: a server that comes back waits
+    for the next set.
 
     Args:
         host: name or address of this machine as the servers reach it.
-        chunk_bytes: size of a chunk of weights, bytes; a chunk is larger by less than a tensor.
-        seconds: longest broadcast of a chunk; a server that takes longer is lost.
-
-    Returns:
-        The transfer.
 
     Raises:
-        ValueError: for a chunk_bytes below 1, and where a GPU or vLLM is missing.
-    """
-    return Nccl(host, chunk_bytes, seconds)
-
-
-@dataclass
-class Nccl(Transfer):
-    """See `vllm_transfer.nccl_transfer`. One group for each server: one that dies takes no other's with it.
-
-    Nothing is kept: a server that comes back waits for the next set.
+        ValueError: where a GPU or vLLM is missing.
     """
 
     host: str
-    chunk_bytes: int
-    seconds: float
-    backend: str = "grpo_nccl"
-    _device: int = 0  # threads do not inherit the current one
-    _groups: dict[str, Any] = field(default_factory=dict)
+    backend: ClassVar[str] = "grpo_nccl"
+    _device: int = field(default=0, init=False)  # threads do not inherit the current one
+    _groups: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError where vLLM or a GPU is missing."""
-        check_size(self.chunk_bytes)
         check_here()
         try:
             with restore_compile_threads():
                 import vllm  # noqa: F401
         except ImportError as error:
             raise ValueError(
-                f"transfer: vllm_transfer.nccl_transfer wants vllm installed beside the trainer: {error}"
+                f"transfer: vllm_transfer.NcclTransfer wants vllm installed beside the trainer: {error}"
             ) from error
         self._device = torch.cuda.current_device()
 
@@ -274,12 +246,12 @@ class Nccl(Transfer):
             for tensor in sent:
                 self._groups[url].broadcast(tensor, src=0, stream=stream)
             done[url] = stream.record_event()
-        until = time.monotonic() + self.seconds
+        until = time.monotonic() + BROADCAST_SECONDS
         while (late := [url for url in urls if not done[url].query()]) and time.monotonic() < until:
             time.sleep(POLL)
         for url in late:
             self._groups.pop(url).destroy()
-        return dict.fromkeys(late, f"got no end to a broadcast of weights within {self.seconds:g} s")
+        return dict.fromkeys(late, f"got no end to a broadcast of weights within {BROADCAST_SECONDS:g} s")
 
     def close(self) -> None:
         """Leave all groups."""

@@ -23,5 +23,5 @@ def check_engines(samplers: Iterable[Any]) -> None:
     samplers = [*samplers]
     if any(uses_of(vllm_sampler.colocated_sampler, samplers)):
         process_guards.check_installed("sampler")
-    if any(uses_of(vllm_transfer.nccl_transfer, samplers)):
+    if any(uses_of(vllm_transfer.NcclTransfer, samplers)):
         vllm_transfer.check_here()

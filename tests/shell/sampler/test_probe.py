@@ -15,12 +15,12 @@ from grpo_fn.core import prng, sampling
 from grpo_fn.shell.model.hf import bare_prompt
 from grpo_fn.shell.sampler.interface import DataParallelSampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
-from grpo_fn.shell.sampler.probe import Mismatch, Probe
+from grpo_fn.shell.sampler.probe import PROMPT_TOKENS, Mismatch, Probe, probe_prompt
 from grpo_fn.shell.world import alone
 
 KEY = prng.key(3, device="cpu")
 POSITIONS = 64
-PROBE = Probe(prompt_tokens=20, new_tokens=8, max_gap=0.05, max_gap_float32=1e-3, draws=64, min_p_value=1e-9)
+PROBE = Probe(max_gap=0.05, max_gap_float32=1e-3)
 
 
 def sampler(model: nn.Module, temperature: float = 0.7) -> LocalSampler:
@@ -29,10 +29,8 @@ def sampler(model: nn.Module, temperature: float = 0.7) -> LocalSampler:
     return LocalSampler(model=model, tokenizer=tokenizer(), token_sampler=token_sampler, encode=bare_prompt, **limits)
 
 
-def asked(
-    spread: DataParallelSampler, policy: object, probe: Probe = PROBE, positions: int | None = POSITIONS
-) -> dict[str, float]:
-    return probe(spread, policy, key=KEY, max_positions=positions, dtype=torch.float32)
+def asked(spread: DataParallelSampler, policy: object) -> dict[str, float]:
+    return PROBE(spread, policy, key=KEY, max_positions=POSITIONS, dtype=torch.float32)
 
 
 def model(name: str = "qwen2_tied") -> nn.Module:
@@ -75,11 +73,10 @@ def test_log_probs_that_are_no_numbers_are_noticed():
         asked(DataParallelSampler(sampler(broken), alone(CPU)), local(model()))
 
 
-@given(wanted=st.integers(1, 80), positions=st.none() | st.integers(24, 64), new=st.integers(1, 30))
-def test_the_prompt_is_as_long_as_asked_for_where_there_is_space(wanted, positions, new):
-    probe = replace(PROBE, prompt_tokens=wanted, new_tokens=new)
-    ids = bare_prompt(tokenizer(), probe.prompt(sampler(model()), positions))
-    assert len(ids) >= min(wanted, 1 if positions is None else positions - 12)
+@given(positions=st.none() | st.integers(24, 300))
+def test_the_prompt_is_longer_than_a_block_of_prefixes_where_there_is_space(positions):
+    ids = bare_prompt(tokenizer(), probe_prompt(sampler(model()), positions))
+    assert len(ids) >= (PROMPT_TOKENS if positions is None else min(PROMPT_TOKENS, positions - 12))
     assert positions is None or len(ids) <= positions
 
 
@@ -122,26 +119,16 @@ def draws_of_the_first(kept: int, logits: Tensor, u: Tensor) -> tuple[Tensor, Te
 def test_tokens_that_are_never_drawn_are_noticed(name):
     same = model(name)
     cutting = replace(sampler(same), token_sampler=partial(draws_of_the_first, 20))
-    with pytest.raises(
-        Mismatch, match=r"engine 0 of 1: got draws .* \(probe\.Probe\.min_p_value\): it leaves tokens out"
-    ):
+    with pytest.raises(Mismatch, match=r"engine 0 of 1: got draws .* wanted at least 1e-09: it leaves tokens out"):
         asked(DataParallelSampler(cutting, alone(CPU)), local(same))
-    silent = asked(DataParallelSampler(cutting, alone(CPU)), local(same), replace(PROBE, draws=0))
+    asking = {"key": KEY, "max_positions": POSITIONS, "dtype": torch.float32}
+    silent = PROBE.compare_log_probs(DataParallelSampler(cutting, alone(CPU)), local(same), **asking)
     assert silent["engine/probe_gap_max"] < 1e-4
     whole = replace(sampler(same), token_sampler=partial(draws_of_the_first, VOCABULARY))
     assert asked(DataParallelSampler(whole, alone(CPU)), local(same))["engine/probe_draws_p_value"] > 1e-9
 
 
-@pytest.mark.parametrize("odd", [{"draws": -1}, {"min_p_value": 0.0}, {"min_p_value": 1.0}])
-def test_numbers_that_make_no_test_of_draws_are_refused(odd):
-    with pytest.raises(ValueError, match="probe: got draws"):
-        replace(PROBE, **odd)
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [{"max_gap_float32": 0.0}, {"prompt_tokens": 0}, {"new_tokens": 0}, {"max_gap": 0.0}, {"max_gap": float("nan")}],
-)
-def test_numbers_that_make_no_probe_are_refused(odd):
-    with pytest.raises(ValueError, match="probe: got prompt_tokens"):
+@pytest.mark.parametrize("odd", [{"max_gap_float32": 0.0}, {"max_gap": 0.0}, {"max_gap": float("nan")}])
+def test_limits_that_nothing_passes_are_refused(odd):
+    with pytest.raises(ValueError, match="probe: got max_gap"):
         replace(PROBE, **odd)

@@ -57,7 +57,7 @@ EXAMPLES = settings.default.max_examples
 DRAW = partial(categorical, temperature=1.0)
 OPTIONS = {"token_sampler": DRAW, "encode": encode_prompt, "max_new_tokens": 6, "stop": (), "max_rows": 8}
 KNOBS = {
-    **{"max_model_len": None, "extra": {}, "allow_biased": False, "tensor_parallel": 1},
+    **{"max_model_len": None, "extra": {}, "tensor_parallel": 1},
     **{"gpu_memory_utilization": 0.3, "kv_cache_bytes": 2**26, "enforce_eager": True, "generate_timeout": 60.0},
 }
 NAMES = ("max_model_len", "tensor_parallel", "gpu_memory_utilization", "kv_cache_bytes", "enforce_eager")

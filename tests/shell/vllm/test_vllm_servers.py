@@ -13,7 +13,7 @@ from vllm_stub import Stub, checksum, drawn
 
 from grpo_fn.shell.reward_workers.reward_pool import ScoringInterrupted
 from grpo_fn.shell.sampler.interface import GenerationRequest, StaleEngine, verify_receipt
-from grpo_fn.shell.vllm import vllm_transfer
+from grpo_fn.shell.vllm import vllm_servers, vllm_transfer
 from grpo_fn.shell.vllm.vllm_servers import DedicatedEngine
 from grpo_fn.shell.world import World
 
@@ -55,16 +55,17 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("weights")
 
 
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch):
+    """Several chunks of the few weights, and looks at servers that come soon."""
+    monkeypatch.setattr(vllm_servers, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(vllm_servers, "CHECK_SECONDS", 0.02)
+
+
 def engine(stubs, folder, **knobs):
     """An engine that is quick to give up."""
-    transfer = partial(vllm_transfer.file_transfer, folder=str(folder), chunk_bytes=100, keep=knobs.pop("keep", True))
-    quick = {
-        "request_seconds": 0.4,
-        "swap_seconds": 0.4,
-        "check_seconds": 0.02,
-        "server_timeout": 5.0,
-        "max_requests": 3,
-    }
+    transfer = partial(vllm_transfer.FileTransfer, folder=str(folder), keep=knobs.pop("keep", True))
+    quick = {"request_seconds": 0.4, "server_timeout": 5.0, "max_requests": 3}
     return DedicatedEngine(
         knobs.pop("world", World(0, 1, torch.device("cpu"), deadline=30.0)),
         torch.float32,
