@@ -19,7 +19,7 @@ from grpo_fn.shell.model import blocks, hf
 from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.model.logprob_model import choose_head_kernels, chunk_elements
 from grpo_fn.shell.model.lora import LoRA, attach
-from grpo_fn.shell.policy.memory import GB, WIDE, Memory
+from grpo_fn.shell.policy.memory_estimate import GB, WIDE, Memory
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.sampler.local.joined_projections import joining_note

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from grpo_fn.core import checks, sampling
-from grpo_fn.shell.policy.memory import Memory, Part
+from grpo_fn.shell.policy.memory_estimate import Memory, Part
 from grpo_fn.trainer import plan
 from grpo_fn.trainer.checks import validate
 from grpo_fn.trainer.plan import Plan

@@ -159,7 +159,7 @@ def choose_head_kernels(device: torch.device) -> KernelChoice:
         return KernelChoice(PlainKernels(), f"torch's operations (Triton has no kernels for {device.type})")
     reason = why_no_triton(device)
     if reason is None:
-        from grpo_fn.shell.model.head_chunk.triton_kernels import TritonKernels
+        from grpo_fn.shell.model.head_triton import TritonKernels
 
         return KernelChoice(TritonKernels(), "Triton's kernels")
     warnings.warn(f"the head runs on torch's operations, not Triton's kernels: {reason}", RuntimeWarning, stacklevel=2)
@@ -173,7 +173,7 @@ def why_no_triton(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed"
     try:
-        from grpo_fn.shell.model.head_chunk.triton_kernels import TritonKernels
+        from grpo_fn.shell.model.head_triton import TritonKernels
 
         error = trial_error(TritonKernels(), device)
     except Exception as error:  # a driver, a compiler or a version that it cannot work with: many kinds

@@ -13,7 +13,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from grpo_fn.shell.model import hf, load_weights
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
+from grpo_fn.shell.sampler.fingerprint import (
+    NOTHING,
+    Fingerprint,
+    WeightShare,
+    engine_weights,
+    has_head,
+    weight_fingerprint,
+)
 from grpo_fn.shell.sampler.interface import (
     DueRequests,
     EngineCompletion,
@@ -26,7 +33,6 @@ from grpo_fn.shell.sampler.interface import (
     verify_receipt,
 )
 from grpo_fn.shell.sampler.weight_export import HEAD
-from grpo_fn.shell.vllm.engine_weights import WeightShare, engine_weights, has_head
 from grpo_fn.shell.vllm.options import check_deadline
 from grpo_fn.shell.vllm.process_guards import group_of_one, import_vllm, restore_generators, restore_thread_count
 from grpo_fn.shell.world import LostRank

@@ -23,8 +23,14 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
-from grpo_fn.shell.vllm.engine_weights import WeightShare, engine_weights, has_head
+from grpo_fn.shell.sampler.fingerprint import (
+    NOTHING,
+    Fingerprint,
+    WeightShare,
+    engine_weights,
+    has_head,
+    weight_fingerprint,
+)
 
 HEAD = "lm_head.weight"
 

@@ -16,7 +16,7 @@ from grpo_fn.shell.logging.console import format_number
 from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.model.blocks import full_checkpointing, torch_compile
 from grpo_fn.shell.policy import memory_estimate
-from grpo_fn.shell.policy.memory import GB, WIDE, Memory, Weight
+from grpo_fn.shell.policy.memory_estimate import GB, WIDE, Memory, Weight
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.trainer.plan import (

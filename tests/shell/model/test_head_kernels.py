@@ -29,7 +29,7 @@ if not triton.knobs.runtime.interpret:
 
 from interpreted_triton import patch_scalars  # noqa: E402
 
-from grpo_fn.shell.model.head_chunk import triton_kernels  # noqa: E402
+from grpo_fn.shell.model import head_triton  # noqa: E402
 
 patch_scalars()
 
@@ -42,7 +42,7 @@ few = settings(max_examples=20)
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Blocks of 16 logits: rows have several, and a part of one."""
-    monkeypatch.setattr(triton_kernels, "BLOCK", 16)
+    monkeypatch.setattr(head_triton, "BLOCK", 16)
 
 
 def chunk(n: int, v: int, seed: int):
@@ -54,7 +54,7 @@ def chunk(n: int, v: int, seed: int):
 
 def both(z, target, temperature):
     """(kernels, logits as they leave them, statistics) of Triton's and of torch's."""
-    for kernels in (triton_kernels.TritonKernels(), PlainKernels()):
+    for kernels in (head_triton.TritonKernels(), PlainKernels()):
         mine = z.clone()
         yield kernels, mine, kernels.reduce(mine, target, temperature=temperature, spare=kernels.spare(mine))
 
@@ -91,7 +91,7 @@ def test_the_gradient_is_that_of_torchs_operations(n, v, seed, tau, dtype, entro
 def test_a_head_of_these_kernels_is_the_dense_one(n, v, d, elements, tau, seed):
     hidden, weight, target, dlogp, dentropy = inputs(n, v, d, torch.float32, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logprob_model, "kernels_for", lambda hidden: triton_kernels.TritonKernels())
+        patch.setattr(logprob_model, "kernels_for", lambda hidden: head_triton.TritonKernels())
         head = partial(linear_scores, target=target, temperature=tau, elements=elements)
         got = pulled(lambda h, w: head(h, w), hidden, weight, dlogp, dentropy)
         alone = linear_logp(hidden, weight, target, temperature=tau, elements=elements)
@@ -106,7 +106,7 @@ def test_states_in_halves_have_their_logits_and_gradients(monkeypatch, dtype):
     """Beside the plain kernels on the same rounded logits: what differs is rounding alone."""
     given_ = inputs(7, 53, 16, dtype)
     found = []
-    for kernels in (triton_kernels.TritonKernels(), PlainKernels()):
+    for kernels in (head_triton.TritonKernels(), PlainKernels()):
         monkeypatch.setattr(logprob_model, "kernels_for", lambda hidden, kernels=kernels: kernels)
         head = partial(linear_scores, target=given_[2], temperature=0.7, elements=3 * 53)
         found.append(pulled(lambda h, w, head=head: head(h, w), *given_[:2], *given_[3:]))
@@ -116,7 +116,7 @@ def test_states_in_halves_have_their_logits_and_gradients(monkeypatch, dtype):
 
 def test_functorch_has_torchs_operations_in_both_directions(monkeypatch):
     hidden, weight, target, *signals = inputs(6, 37, 3, torch.float32)
-    fast = logprob_model.KernelChoice(triton_kernels.TritonKernels(), "")
+    fast = logprob_model.KernelChoice(head_triton.TritonKernels(), "")
     monkeypatch.setattr(logprob_model, "choose_head_kernels", lambda device: fast)
     head = partial(linear_scores, target=target, temperature=0.7, elements=2 * 37)
     out, pull = vjp(lambda h, w: head(h, w), hidden, weight)
@@ -143,7 +143,7 @@ def test_a_token_outside_of_the_vocabulary_has_no_log_probability(outside):
 
 def test_a_vocabulary_of_150k_costs_no_digits():
     z, target, *_ = chunk(1, 151_936, 0)
-    stats = triton_kernels.fused_reduce(z, target, temperature=1.0, block=4096)
+    stats = head_triton.fused_reduce(z, target, temperature=1.0, block=4096)
     right = z.double().log_softmax(-1)
     near([stats.logp.double()], [right[0, target]], 1e-6)
     near([stats.entropy.double()], [-(right.exp() * right).sum(-1)], 1e-6)
@@ -159,7 +159,7 @@ def test_a_cpu_has_torchs_operations_and_says_so():
 
 
 def test_tensors_of_64_bits_and_wrapped_ones_have_torchs_operations(monkeypatch):
-    fast = triton_kernels.TritonKernels()
+    fast = head_triton.TritonKernels()
     monkeypatch.setattr(logprob_model, "choose_head_kernels", lambda device: logprob_model.KernelChoice(fast, ""))
     assert kernels_for(torch.zeros(1)) is fast
     assert isinstance(kernels_for(torch.zeros(1, dtype=torch.float64)), PlainKernels)
@@ -167,8 +167,8 @@ def test_tensors_of_64_bits_and_wrapped_ones_have_torchs_operations(monkeypatch)
 
 
 def test_the_trial_lets_these_kernels_through(monkeypatch):
-    monkeypatch.setattr(triton_kernels, "BLOCK", 4096)
-    assert trial_error(triton_kernels.TritonKernels(), torch.device("cpu")) < TRIAL_ERROR / 10
+    monkeypatch.setattr(head_triton, "BLOCK", 4096)
+    assert trial_error(head_triton.TritonKernels(), torch.device("cpu")) < TRIAL_ERROR / 10
 
 
 class OffKernels(PlainKernels):
@@ -206,7 +206,7 @@ def test_why_a_card_has_torchs_operations_is_said_by_name_and_warned_of_once(mon
     if "found" in changed:
         monkeypatch.setattr(logprob_model, "find_spec", lambda name: None)
     if "kernels" in changed:
-        monkeypatch.setattr(triton_kernels, "TritonKernels", changed["kernels"])
+        monkeypatch.setattr(head_triton, "TritonKernels", changed["kernels"])
 
     def tried(kernels, device):
         if "raises" in changed:
@@ -232,6 +232,6 @@ def test_a_card_on_which_the_trial_is_right_has_tritons(monkeypatch):
     monkeypatch.setattr(logprob_model, "trial_error", lambda kernels, device: 1e-6)
     choose_head_kernels.cache_clear()
     choice = choose_head_kernels(torch.device("cuda", 6))
-    assert isinstance(choice.kernels, triton_kernels.TritonKernels)
+    assert isinstance(choice.kernels, head_triton.TritonKernels)
     assert choice.text == "Triton's kernels"
     choose_head_kernels.cache_clear()

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from grpo_fn.shell.model import blocks, logprob_model, lora
-from grpo_fn.shell.policy import memory, memory_estimate, optimizer
-from grpo_fn.shell.policy.memory import Arrangement, Passing
+from grpo_fn.shell.policy import memory_estimate, optimizer
+from grpo_fn.shell.policy.memory_estimate import Arrangement, Memory, Passing, per_device
 from grpo_fn.shell.world import alone
 
 NOTHING = Passing(0, 0, 0)
@@ -51,7 +51,7 @@ def test_weights_gradients_and_moments_are_what_is_allocated(folder, allocated, 
     )
     moments = memory_estimate.moment_bytes(rank.ADAMW, parts)
     how = Arrangement(dtype.itemsize, size > 1, True, 1, False, False, False)
-    said = memory.per_device([w for w, _ in parts], moments, NOTHING, how)
+    said = per_device([w for w, _ in parts], moments, NOTHING, how)
     standing, training = ({part.name: part.bytes for part in phase} for phase in (said.standing, said.training))
     got = [each[rank.WAYS.index(way)] for each in allocated[size]]
     assert [x["weights"] for x in got] == [standing["weights"]] * size
@@ -80,7 +80,7 @@ def test_teachers_are_counted_one_by_one(folder):
     assert two == 2 * one
 
 
-def standing_teachers(config, strategy, dtype, mesh, number) -> memory.Part:
+def standing_teachers(config, strategy, dtype, mesh, number) -> memory_estimate.Part:
     said = estimated(config, strategy, dtype, mesh, [config] * number).standing
     return next(part for part in said if part.name == "teachers")
 
@@ -99,7 +99,7 @@ def test_an_average_is_as_large_as_what_trains_in_float32(folder):
         assert without == parts | {"moving average": 0}
 
 
-def estimated(config, strategy, dtype, mesh, teachers, average=False, adapters=None, relative_to=None) -> memory.Memory:
+def estimated(config, strategy, dtype, mesh, teachers, average=False, adapters=None, relative_to=None) -> Memory:
     return memory_estimate.device_memory(
         config,
         adapters,
@@ -147,10 +147,10 @@ def test_a_head_beside_a_teachers_is_what_is_allocated(dtype, trained, tokens):
     """A fiftieth less at most, which are numbers of a token, and an eighth more; far more than without a teacher."""
     elements, shape = 100 * SHAPE["vocab_size"], (SHAPE["vocab_size"], SHAPE["hidden_size"], tokens, dtype.itemsize)
     for theirs in (SHAPE["vocab_size"], SHAPE["vocab_size"] + 60):
-        said = memory.logit_bytes(elements, *shape, trained=trained, teacher=(theirs, SHAPE["hidden_size"]))
+        said = memory_estimate.logit_bytes(elements, *shape, trained=trained, teacher=(theirs, SHAPE["hidden_size"]))
         most = allocated_by_head(tokens, theirs, dtype=dtype, trained=trained, elements=elements)
         assert 0.98 * most <= said <= 9 / 8 * most
-        assert said > 1.5 * memory.logit_bytes(elements, *shape, trained=trained, teacher=None)
+        assert said > 1.5 * memory_estimate.logit_bytes(elements, *shape, trained=trained, teacher=None)
 
 
 def test_the_dry_run_counts_a_head_beside_a_teachers(folder):
@@ -253,7 +253,7 @@ def test_an_optimizer_is_asked_what_it_keeps(shapes):
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     made = Moment8(params)
     made.step()
-    parts = [(memory.Weight(p.numel(), p.numel(), True, None), True) for p in params]
+    parts = [(memory_estimate.Weight(p.numel(), p.numel(), True, None), True) for p in params]
     assert memory_estimate.moment_bytes(Moment8, parts) == sum(
         memory_estimate.tensor_bytes(made.state[p].values()) for p in params
     )
@@ -274,7 +274,7 @@ def test_muon_keeps_one_moment_of_a_blocks_matrix_and_two_of_the_rest(folder):
 
 
 def test_what_is_frozen_has_no_moments():
-    assert memory_estimate.moment_bytes(Moment8, [(memory.Weight(10, 10, False, None), True)]) == 0
+    assert memory_estimate.moment_bytes(Moment8, [(memory_estimate.Weight(10, 10, False, None), True)]) == 0
 
 
 @pytest.mark.parametrize("adapters", [None, rank.HOW])
@@ -294,7 +294,7 @@ def test_tensor_parallel_divides_the_blocks_products_alone(adapters: lora.LoRA |
 
 
 weight = st.builds(
-    lambda part, ranks, trained, block: memory.Weight(part, part * ranks, trained, block),
+    lambda part, ranks, trained, block: memory_estimate.Weight(part, part * ranks, trained, block),
     st.integers(1, 1000),
     st.integers(1, 4),
     st.booleans(),
@@ -305,12 +305,12 @@ weight = st.builds(
 @given(st.lists(weight, min_size=1), st.integers(0, 99), st.integers(0, 3), st.booleans(), st.booleans())
 def test_what_saves_memory_never_costs_any(weights, moments, prefetch, reference, offload):
     usual = Arrangement(2, True, True, prefetch, False, False, reference)
-    said = memory.per_device(weights, moments, Passing(3, 5, 7), usual)
-    free = memory.per_device(weights, moments, Passing(3, 5, 7), usual._replace(offload=True, offload_reference=True))
-    held = memory.per_device(weights, moments, Passing(3, 5, 7), usual._replace(reshard_after_forward=False))
-    wide = memory.per_device(weights, moments, Passing(3, 5, 7), usual._replace(width=4))
+    said = per_device(weights, moments, Passing(3, 5, 7), usual)
+    free = per_device(weights, moments, Passing(3, 5, 7), usual._replace(offload=True, offload_reference=True))
+    held = per_device(weights, moments, Passing(3, 5, 7), usual._replace(reshard_after_forward=False))
+    wide = per_device(weights, moments, Passing(3, 5, 7), usual._replace(width=4))
     assert free.peak() <= said.peak() <= min(held.peak(), wide.peak())
-    single = memory.per_device(weights, moments, Passing(3, 5, 7), usual._replace(alone=True))
+    single = per_device(weights, moments, Passing(3, 5, 7), usual._replace(alone=True))
     assert single.peak() <= said.peak()
     known = {part.name: part.bytes for phase in single for part in phase}
     assert known["gathered gradients"] == 2 * max((w.whole for w in weights if w.trained), default=0)
@@ -318,7 +318,7 @@ def test_what_saves_memory_never_costs_any(weights, moments, prefetch, reference
     assert said.host() == 0
     both = [sum(p.bytes for phase in x for p in phase) for x in (said, free)]
     assert both[0] == both[1]
-    alone = memory.per_device(weights, moments, NOTHING, usual._replace(gathers=False, reference=False))
+    alone = per_device(weights, moments, NOTHING, usual._replace(gathers=False, reference=False))
     kept = sum(w.part * (8 if w.trained else 2) for w in weights)
     assert alone.peak() == kept + moments
 
@@ -328,5 +328,5 @@ def test_gathered_are_the_root_and_the_largest_blocks(weights, prefetch):
     sizes = [sum(w.whole for w in weights if w.block == i) for i in range(3)]
     root = sum(w.whole for w in weights if w.block is None)
     how = Arrangement(2, True, True, prefetch, False, False, False)
-    assert memory.peak_gathered(weights, how) == root + sum(sorted(sizes)[::-1][: 1 + prefetch])
-    assert memory.peak_gathered(weights, how._replace(reshard_after_forward=False)) == root + sum(sizes)
+    assert memory_estimate.peak_gathered(weights, how) == root + sum(sorted(sizes)[::-1][: 1 + prefetch])
+    assert memory_estimate.peak_gathered(weights, how._replace(reshard_after_forward=False)) == root + sum(sizes)

@@ -1,7 +1,7 @@
 """The Triton kernels of the head: the reductions of a chunk of logits in one read, its gradient in one read and write.
 
-Imported where Triton is installed alone (`kernel_choice`). In Triton's interpreter (TRITON_INTERPRET=1 before Triton is
-imported) they run on tensors of the CPU.
+Imported by `logprob_model.choose_head_kernels` where Triton is installed. In Triton's interpreter
+(TRITON_INTERPRET=1 before Triton is imported) they run on tensors of the CPU.
 """
 
 import torch
