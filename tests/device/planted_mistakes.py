@@ -179,7 +179,7 @@ MISTAKES = [
     ),
     Mistake("graphs of weights that have moved", moved_weights, [(decode_step, "addresses", lambda _: lambda m: (0,))]),
     Mistake("projections joined before the weights moved", moved_weights, [(decode_step, "relink", idle)]),
-    Mistake("cu_seqlens of 64 bits", rows, [(attention.Layout, "ragged_rows", of_64_bits)]),
+    Mistake("cu_seqlens of 64 bits", rows, [(attention.PackedAttention, "ragged_rows", of_64_bits)]),
     Mistake("a wait for each row", waits_of_a_step, [(packed_input, "by_reading", a_wait_each_row)]),
 ]
 

@@ -32,6 +32,7 @@ from grpo_fn.core.batch import Spans
 # -- layouts: which tokens see which when rows lie end to end and some share the prompt of another row
 
 
+Phase = Literal["training", "prefill", "decode"]  # the last two write keys and values into a cache
 Window = int | None  # keys that a query sees, itself included; None: all there are up to it
 
 
@@ -79,15 +80,18 @@ class Readers(NamedTuple):
     begin: Int[Tensor, "N+1"]  # where each token's begin; where the last one's end
 
 
-class Layout:
-    """Made for one micro-batch and the same in all layers of the model. What a kernel needs is made when it asks.
+class PackedAttention:
+    """Rows that lie end to end in one stream, the one row `[1 H N D]` of the batch.
 
-    `asked` lists the windows that attention asked for, layer by layer.
+    Made for one micro-batch and the same in all layers of the model. What a kernel needs is made when it asks.
+    `windows` lists those that attention asked for, layer by layer.
     """
+
+    phase: ClassVar[Phase] = "training"
 
     def __init__(self, spans: Spans, at: Int[Tensor, "B T"], *, device: torch.device) -> None:
         self.spans, self.at, self.device = spans, at, device
-        self.asked: list[Window] = []
+        self.windows: list[Window] = []
         self._masks: dict[tuple[int, Window, torch.dtype], Tensor | None] = {}
 
     @cached_property
@@ -129,6 +133,17 @@ class Layout:
         token, place = self.ragged_rows.key.sort(stable=True)
         stream = int((self.spans.end - self.spans.start).clamp(min=0).sum())
         return Readers(place, torch.searchsorted(token, torch.arange(stream + 1, device=token.device)))
+
+    @torch.compiler.disable
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: AttentionSpec) -> Tensor:
+        """Every token of the stream sees what it sees of its row.
+
+        Compiled code stops here: the sizes of the buckets differ from micro-batch to micro-batch, and each would be
+        compiled anew.
+        """
+        self.windows.append(how.window)
+        streams = [x[0].transpose(0, 1) for x in (query, key, value)]
+        return choose_kernel(query, how.backend, how.cap)(*streams, self, how)[None]
 
 
 def buckets_by_length(spans: Spans) -> Iterator[Int[Tensor, "b"]]:
@@ -214,11 +229,6 @@ def transformers_name(name: str) -> str:
 def attention_name(found: str) -> str:
     """The name of an attention in `sections.Compute.attention`."""
     return HERE.get(found, found)
-
-
-def counted_attention(name: str) -> str:
-    """What stands in for an attention on any machine where memory and work alone are counted."""
-    return name if name in SCORES_IN_MEMORY else "sdpa"
 
 
 def check_attention_choice(name: str, dtype: torch.dtype, *, deterministic: bool) -> None:
@@ -313,7 +323,7 @@ WARNING = 1  # torch's number for deterministic algorithms with `warn_only`
 
 
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedAttention, how: AttentionSpec
 ) -> Float[Tensor, "N H E"]:
     """The flash-attn package. A row's queries are the last of its keys, which is how it aligns a causal mask."""
     rows = layout.ragged_rows
@@ -333,7 +343,7 @@ def flash_attention(
 
 
 def flash_attention_3(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedAttention, how: AttentionSpec
 ) -> Float[Tensor, "N H E"]:
     """FlashAttention-3, of the module flash_attn_interface. Raises ValueError for dropout, which it lacks."""
     from flash_attn_interface import flash_attn_varlen_func
@@ -376,7 +386,9 @@ def flash_varlen_function() -> Callable[..., Tensor] | None:
     return flash_attn_varlen_func
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec) -> Float[Tensor, "N H E"]:
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedAttention, how: AttentionSpec
+) -> Float[Tensor, "N H E"]:
     """The same kernels, as torch has them: without a cap. Raises ValueError for dropout, which they lack, too."""
     if how.dropout:
         raise ValueError(f"got attention with dropout {how.dropout} on rows of unequal length, wanted 0, or flash-attn")
@@ -428,21 +440,14 @@ class RepeatableVarlen(torch.autograd.Function):
         known: RaggedCall = ctx.known
         seed = torch.zeros(2, dtype=torch.uint64, device=slope.device)  # of dropout, which there is none of
         causal = known.window == (-1, 0)
-        with strict_determinism():
+        torch.use_deterministic_algorithms(True)  # `warn_only` torch's kernel takes for leave to use its other way
+        try:
             slopes = torch.ops.torch_attn._varlen_attn_backward(
                 slope, *ctx.saved_tensors, *known.lengths, causal, seed, known.scale, [*known.window]
             )
+        finally:
+            torch.use_deterministic_algorithms(True, warn_only=True)
         return *slopes, None
-
-
-@contextmanager
-def strict_determinism() -> Iterator[None]:
-    """Deterministic kernels without `warn_only`, which some of torch's take for leave to use their others."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @cache
@@ -454,7 +459,7 @@ def has_gqa_flag() -> bool:
 
 
 def gather_keys_and_values(
-    key: Float[Tensor, "N K D"], value: Float[Tensor, "N K E"], layout: Layout
+    key: Float[Tensor, "N K D"], value: Float[Tensor, "N K E"], layout: PackedAttention
 ) -> tuple[Float[Tensor, "R K D"], Float[Tensor, "R K E"]]:
     """The keys and values that the rows see, row after row, as views of one gather."""
     both = torch.cat([key, value], -1)
@@ -497,7 +502,6 @@ IDLE = frozenset(
 HALVES = (torch.bfloat16, torch.float16)
 
 Attend = Callable[..., Float[Tensor, "N H D"]]
-Phase = Literal["training", "prefill", "decode"]  # the last two write keys and values into a cache
 
 
 class AttentionContext(Protocol):
@@ -554,23 +558,6 @@ def parse_spec(query: Tensor, backend: str, kwargs: dict[str, Any]) -> Attention
 KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal"})
 
 
-class PackedAttention(Layout):
-    """Rows that lie end to end in one stream, the one row `[1 H N D]` of the batch."""
-
-    phase: ClassVar[Phase] = "training"
-
-    @torch.compiler.disable
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: AttentionSpec) -> Tensor:
-        """Every token of the stream sees what it sees of its row.
-
-        Compiled code stops here: the sizes of the buckets differ from micro-batch to micro-batch, and each would be
-        compiled anew.
-        """
-        self.asked.append(how.window)
-        streams = [x[0].transpose(0, 1) for x in (query, key, value)]
-        return choose_kernel(query, how.backend, how.cap)(*streams, self, how)[None]
-
-
 def choose_kernel(query: Tensor, backend: str, cap: float | None) -> Attend:
     """What the backend's name says, and by default the fastest that computes it.
 
@@ -595,7 +582,7 @@ def bucketed_attention(
     query: Float[Tensor, "N H D"],
     key: Float[Tensor, "N K D"],
     value: Float[Tensor, "N K E"],
-    layout: Layout,
+    layout: PackedAttention,
     how: AttentionSpec,
     *,
     core: Callable[..., Float[Tensor, "b H q E"]],

@@ -249,9 +249,3 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def parameter_count(model: nn.Module) -> int:
     """Distinct parameters (a tied one once)."""
     return sum(p.numel() for p in model.parameters())
-
-
-def as_tokens(rows: list[list[int]], pad: int, device: torch.device) -> Tensor:
-    """Left-padded `[B, L]` ids: the last column holds every prompt's last token."""
-    width = max(map(len, rows))
-    return torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)

@@ -77,11 +77,6 @@ def _unset(like: Tensor) -> Tensor:
 # -- the weights
 
 
-def check_weight_files(module: nn.Module, folder: Path, *, prefix: str) -> None:
-    """Raise ValueError as `load_shards` would, having read no more than what the files say of themselves."""
-    _check(module, _places(module, prefix), entries(folder), folder)
-
-
 @torch.no_grad()
 def load_shards(module: nn.Module, folder: Path, *, device: torch.device, prefix: str) -> None:
     """Give every parameter storage on `device` and read this rank's part of it from the folder's safetensors.

@@ -1,7 +1,7 @@
 """How the rows of a micro-batch are shown to the model: padded to one width, or end to end in one stream of tokens.
 
 The stream holds what predicts a sampled token, or is seen by what does, and nothing else. What looks at one token at a
-time never notices; attention gets the rows' layout as a `Layout` that travels with the model's call.
+time never notices; attention gets the rows' layout as a `PackedAttention` that travels with the model's call.
 """
 
 import warnings
@@ -172,7 +172,7 @@ def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | 
         raise
     except REFUSALS as error:
         return refusal(error)
-    windows = [SLIDING if window else FULL for window in stream.model_kwargs["layout"].asked]
+    windows = [SLIDING if window else FULL for window in stream.model_kwargs["layout"].windows]
     if windows != [*kinds]:
         return f"its layers are {', '.join(kinds)}, and ask for {', '.join(windows) or 'nothing'}"
     read = torch.arange(tokens.shape[1], device=device) < read_lengths(mask)[:, None]

@@ -58,30 +58,12 @@ class ModelSpec:
         """The model with its adapters, all of it on one device."""
         model = self.read_whole(device, dtype)
         if self.adapters is not None:
-            self.reset_adapters(self.attach_adapters(model), device)
+            lora.reset(lora.attach(model, self.adapters), key=self.key, device=device)
         return model
-
-    def attach_adapters(self, model: nn.Module) -> nn.Module:
-        """The model itself, with adapters in its layers."""
-        return lora.attach(model, self.adapters)
 
     def read_whole(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The folder's model, without adapters."""
         return hf.load_model(self.folder, dtype=dtype, device=device, attention=self.attention)
-
-    def meta_model(self, dtype: torch.dtype) -> nn.Module:
-        """The model's shape, parameters on the meta device."""
-        model = load_weights.meta_causal_lm(self.config, dtype=dtype, attention=self.attention)
-        model.generation_config = hf.generation_config(self.folder, self.config)
-        return model
-
-    def read_shards(self, module: nn.Module, device: torch.device) -> None:
-        """Give all weights but adapters storage, and read this rank's part of them from the folder."""
-        load_weights.load_shards(module, load_weights.folder_of(self.folder), device=device, prefix="model.")
-
-    def reset_adapters(self, model: nn.Module, device: torch.device) -> None:
-        """Give the adapters their first values."""
-        lora.reset(model, key=self.key, device=device)
 
     def load_frozen(self, world: World, mesh: DeviceMesh | None) -> LogprobModel:
         """The model without adapters, with nothing that trains: over the mesh, or on this device where there is none.
@@ -98,10 +80,11 @@ class ModelSpec:
 
     def load_sharded(self, world: World, mesh: DeviceMesh, *, trained: bool) -> LogprobModel:
         """The model over the mesh: no rank ever holds all of it."""
-        model = self.meta_model(self.kept_in(trained))
+        model = load_weights.meta_causal_lm(self.config, dtype=self.kept_in(trained), attention=self.attention)
+        model.generation_config = hf.generation_config(self.folder, self.config)
         adapted = trained and self.adapters is not None
         if adapted:
-            self.attach_adapters(model)
+            lora.attach(model, self.adapters)
         elif not trained:
             model.requires_grad_(False)
         tensor_parallel.divide(model, mesh["tensor"])
@@ -112,9 +95,9 @@ class ModelSpec:
         for method in ("logp", "energy", "teacher_head"):
             register_fsdp_forward_method(logprob_model, method)
         device = torch.device("cpu") if how.offload else world.device
-        self.read_shards(logprob_model, device)
+        load_weights.load_shards(logprob_model, load_weights.folder_of(self.folder), device=device, prefix="model.")
         if adapted:
-            self.reset_adapters(model, device)
+            lora.reset(model, key=self.key, device=device)
         if mesh.size() == 1 and not how.offload:
             skip_copies(logprob_model)
         return logprob_model.eval()

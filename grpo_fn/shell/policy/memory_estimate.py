@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from grpo_fn.shell.model import load_weights, lora
-from grpo_fn.shell.model.attention import SCORES_IN_MEMORY, counted_attention
+from grpo_fn.shell.model.attention import SCORES_IN_MEMORY
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.policy import tensor_parallel
 from grpo_fn.shell.policy.mesh import Parallelism
@@ -267,7 +267,8 @@ def head_dimensions(config: PretrainedConfig) -> tuple[int, int]:
 
 def meta_model(config: PretrainedConfig, adapters: lora.LoRA | None, attention: str) -> nn.Module:
     """The model's shape, adapters included, on the meta device. Attention is as it is written out, or else fused."""
-    model = load_weights.meta_causal_lm(config, dtype=torch.float32, attention=counted_attention(attention))
+    counted = attention if attention in SCORES_IN_MEMORY else "sdpa"  # on any machine
+    model = load_weights.meta_causal_lm(config, dtype=torch.float32, attention=counted)
     return model if adapters is None else lora.attach(model, adapters)
 
 

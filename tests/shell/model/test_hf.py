@@ -228,11 +228,6 @@ def test_the_messages_of_a_conversation_are_the_turns_of_the_chat_template():
     assert hf.with_system(chatty, more, system="Brief.")[: len(ids := hf.encode_prompt(chatty, prompt)) - 4] == ids[:-4]
 
 
-def test_tokens_are_padded_on_the_left():
-    padded = hf.as_tokens([[1], [2, 3, 4]], 9, torch.device("cpu"))
-    assert padded.tolist() == [[9, 9, 1], [2, 3, 4]]
-
-
 # -- devices and dtypes
 
 

@@ -25,7 +25,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import each_reads_its_prompt, share_prompts
 from grpo_fn.core.sampling import categorical
 from grpo_fn.shell.model import attention, blocks, lora, packed_input
-from grpo_fn.shell.model.attention import AttentionSpec, Layout
+from grpo_fn.shell.model.attention import AttentionSpec, PackedAttention
 from grpo_fn.shell.model.logprob_model import LogprobModel
 
 V = 13
@@ -234,7 +234,7 @@ def test_the_stream_is_every_prompt_once_and_every_completion_but_its_last_token
 
 @given(drawn(), st.sampled_from([share_prompts, each_reads_its_prompt]), st.sampled_from([None, 1, 3, 100]))
 def test_every_query_of_the_stream_is_in_one_bucket_and_sees_its_row_up_to_itself(some, share, window):
-    layout: Layout = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
+    layout: PackedAttention = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
     sights: dict[int, set[int]] = {}
     for number, one in enumerate(layout.buckets):
         mask = layout.mask(number, window, torch.float32)
@@ -480,7 +480,7 @@ def as_flash_3_has_it(q, k, v, *rest, **how):
     st.sampled_from([1, 2]),
 )
 def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, window, share, heads):
-    layout: Layout = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
+    layout: PackedAttention = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, h, 8, generator=g, dtype=torch.float64) for h in (2, heads, heads))
     how = AttentionSpec(window, scale=0.3, dropout=0.0, cap=None, backend="sdpa")
@@ -506,7 +506,7 @@ def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, wind
 @given(drawn(), st.sampled_from([share_prompts, each_reads_its_prompt]))
 def test_keys_and_values_are_gathered_at_once_and_pulled_back_to_those_that_were_read(some, share):
     """As two gathers are, whose pullbacks add up what each token gets from all that read it."""
-    layout: Layout = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
+    layout: PackedAttention = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
     made = partial(torch.randn, generator=g, dtype=torch.float64)
     apart, together = ([x.clone().requires_grad_() for x in found] for found in [(made(n, 2, 8), made(n, 2, 4))] * 2)

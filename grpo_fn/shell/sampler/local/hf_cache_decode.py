@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from grpo_fn.shell.model.blocks import CACHES
-from grpo_fn.shell.model.hf import as_tokens
 from grpo_fn.shell.sampler.local.continuous_batching import DecodedRows, DecodeOptions, empty_rows
 from grpo_fn.shell.sampler.local.decode_step import Stops
 
@@ -57,9 +56,10 @@ def batch(
     device, (group, new) = u.device, u.shape[1:]
     u, limit = rearrange(u, "p g n -> (p g) n"), limit.flatten()
     stop = torch.tensor(options.end_tokens, device=device)
-    ids = as_tokens(prompts, options.pad, device)
+    width = max(map(len, prompts))  # padded on the left: the last column holds every prompt's last token
+    ids = torch.tensor([[options.pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
-    attend = torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]
+    attend = torch.arange(width, device=device) >= width - lengths[:, None]
     cache = DynamicCache(config=model.config)
     logits = forward(model, ids, attend, (attend.long().cumsum(-1) - 1).clamp(min=0), cache)
     cache.batch_repeat_interleave(group)
