@@ -277,7 +277,7 @@ def chosen_kernels(run: TrainingRun) -> dict[str, str]:
         return {}
     blocks = function_and_knobs(run.settings.parallelism.compile)[0].__name__
     sampler = getattr(run.sampler, "sampler", None)  # a replay of stored tokens has none
-    engine = sampler.held.engine if isinstance(sampler, LocalSampler) else None
+    engine = sampler.shared.engine if isinstance(sampler, LocalSampler) else None
     decoding = {} if engine is None else engine.choices()
     compute = run.settings.compute
     query = torch.empty(0, 1, 1, 8, dtype=hf.find_dtype(compute.dtype), device=device)

@@ -85,7 +85,7 @@ def moved_weights(setting: Setting) -> None:
     sampler, fresh = make(), make()
     for _ in range(2):  # the second use of a shape is captured
         sample(sampler, asking=ASKED)
-    require(len(sampler.held.engine.run.replays) > 0, "got no graphs")
+    require(len(sampler.shared.engine.run.replays) > 0, "got no graphs")
     kept = [p.data for p in sampler.model.parameters()]  # or the new ones might take their place
     for p in sampler.model.parameters():
         p.data = p.data * 2.0

@@ -32,7 +32,7 @@ def compared(name: str, choice: str, asked: int) -> dict[str, list]:
     made = held(module, Eager())  # asks the model as it is written whether it is fit, and compiles then, as samplers do
     made.engine.stepped = joined_model(module)
     made.engine.code = compile_decode_parts(made.engine.stepped)
-    other = LocalSampler(**{**vars(s), "model": module, "held": made})
+    other = LocalSampler(**{**vars(s), "model": module, "shared": made})
     found: dict[str, list] = {"same": [], "apart": [], "built": []}
     for texts, group_size in ASKED[:asked] * 2:
         one, two = (x.sample(problems(texts), group_size, key=KEY) for x in (s, other))

@@ -59,11 +59,11 @@ def test_on_a_card_blocks_head_and_decoding_are_named_once_there_is_an_engine(mo
     compute = SimpleNamespace(dtype="bfloat16", attention="sdpa")
     vars(run)["settings"] = SimpleNamespace(parallelism=blocks, compute=compute)
     run.sampler.sampler = object.__new__(LocalSampler)
-    vars(run.sampler.sampler)["held"] = SharedDecoder()
+    vars(run.sampler.sampler)["shared"] = SharedDecoder()
     rows = "bucketed_attention"  # of the CPU, where the query is here
     found = {"blocks": "torch_compile", "attention of packed rows": rows, "head": "PlainKernels"}
     assert chosen_kernels(run) == found
-    run.sampler.sampler.held.engine = build_engine(model)
+    run.sampler.sampler.shared.engine = build_engine(model)
     assert chosen_kernels(run) == found | {"decoding attention": "matrix products", "projections": "apart"}
 
 
@@ -78,11 +78,11 @@ def test_ranks_with_different_kernels_end_the_run_and_one_without_a_choice_does_
 def a_run_that_decodes(monkeypatch, tmp_path: Path, others: list[dict[str, str]]) -> TrainingRun:
     """On a card by its device; the model is on the CPU, and has not been decoded."""
     run, sampler = a_run("cuda", *others), object.__new__(LocalSampler)
-    vars(sampler).update(held=SharedDecoder(), model=family("qwen2_tied"))
+    vars(sampler).update(shared=SharedDecoder(), model=family("qwen2_tied"))
     vars(run).update(request=SimpleNamespace(run_dir=tmp_path))
     run.sampler.sampler = sampler
     run.world.main, run.world.together = True, lambda do, *, what: do()
-    monkeypatch.setattr(recording, "chosen_kernels", lambda run: run.sampler.sampler.held.engine.choices())
+    monkeypatch.setattr(recording, "chosen_kernels", lambda run: run.sampler.sampler.shared.engine.choices())
     return run
 
 
@@ -92,7 +92,7 @@ def test_how_rows_are_decoded_is_chosen_compared_and_on_record_before_the_first_
     assert settle_kernels(run, 4) == []
     assert recorded_kernels(tmp_path, 4) == mine
     assert recorded_kernels(tmp_path, 3) == {}
-    held = run.sampler.sampler.held
+    held = run.sampler.sampler.shared
     engine = held.engine
     run.sampler.sampler.prepare()
     assert held.decoder(run.sampler.sampler.model, torch.device("cpu")) is engine  # that of the first call

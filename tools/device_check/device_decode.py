@@ -101,8 +101,8 @@ def drawn(setting: Setting, model: str, dtype: torch.dtype, asking: Asking) -> D
     draw = partial(sample, asking=asking)
     usual = local(whole, prompt_tokens=5, new_tokens=asking.new, max_rows=rows)
     rollout, again = draw(usual), draw(usual)
-    require(usual.held.engine is not None, "got a sampler that decodes without slots")
-    captured = isinstance(usual.held.engine.run, GraphCache)
+    require(usual.shared.engine is not None, "got a sampler that decodes without slots")
+    captured = isinstance(usual.shared.engine.run, GraphCache)
     require(captured == (setting.device == "cuda"), "got a sampler that captures no graphs on CUDA")
     plain = uncached(usual.model, rollout)
     u = uniform(rollout, asking)
@@ -114,9 +114,9 @@ def drawn(setting: Setting, model: str, dtype: torch.dtype, asking: Asking) -> D
         most=float(apart.max()),
         again=in_common(rollout, again),
         without=in_common(rollout, draw(without_graphs(usual))),
-        fewer=in_common(rollout, draw(replace(usual, max_rows=max(2, rows // 4), held=SharedDecoder()))),
+        fewer=in_common(rollout, draw(replace(usual, max_rows=max(2, rows // 4), shared=SharedDecoder()))),
         ended=1 - float(rollout.truncated.float().mean()),
-        graphs=len(usual.held.engine.run.replays) if captured else 0,
+        graphs=len(usual.shared.engine.run.replays) if captured else 0,
     )
 
 
@@ -128,23 +128,23 @@ def sample(sampler: LocalSampler, *, asking: Asking) -> Rollout:
 def without_graphs(sampler: LocalSampler) -> LocalSampler:
     """The same in steps of the same shapes, run as they are written."""
     held = SharedDecoder()
-    usual = sampler.held.engine
+    usual = sampler.shared.engine
     held.model, held.engine = (
         sampler.model,
         DecodeEngine(sampler.model, sizes=usual.sizes, run=Eager(), code=usual.code, stepped=usual.stepped),
     )
-    return replace(sampler, held=held)
+    return replace(sampler, shared=held)
 
 
 def uncompiled(sampler: LocalSampler, model: nn.Module) -> LocalSampler:
     """The same with another copy of the model, in steps captured and attended as the others are, and not compiled."""
-    held, usual = SharedDecoder(), sampler.held.engine
+    held, usual = SharedDecoder(), sampler.shared.engine
     run = GraphCache(usual.run.captures) if isinstance(usual.run, GraphCache) else Eager()
     code = WRITTEN._replace(split_kv=usual.code.split_kv)
     stepped = joined_model(model)
     held.model, held.engine = model, DecodeEngine(model, sizes=usual.sizes, run=run, code=code, stepped=stepped)
     install(model)
-    return replace(sampler, model=model, held=held)
+    return replace(sampler, model=model, shared=held)
 
 
 @torch.no_grad()

@@ -97,26 +97,26 @@ class PackedAttention:
     @cached_property
     def buckets(self) -> list[Bucket]:
         """Rows by length; those that read their own prompt apart from those that begin behind it."""
-        made = [bucket(self.spans, self.at, rows) for rows in buckets_by_length(self.spans)]
-        self._back = bucket_positions(made).to(self.device)
-        return [Bucket(*(x.to(self.device) for x in one)) for one in made]
+        buckets = [bucket(self.spans, self.at, rows) for rows in buckets_by_length(self.spans)]
+        self._back = bucket_positions(buckets).to(self.device)
+        return [Bucket(*(x.to(self.device) for x in one)) for one in buckets]
 
-    def stream_order(self, found: list[Float[Tensor, "_ _ H D"]]) -> Float[Tensor, "N H D"]:
+    def stream_order(self, outputs: list[Float[Tensor, "_ _ H D"]]) -> Float[Tensor, "N H D"]:
         """What was found for every query of every bucket, back in the stream's order."""
-        return torch.cat([x.flatten(0, 1) for x in found]).index_select(0, self._back)
+        return torch.cat([x.flatten(0, 1) for x in outputs]).index_select(0, self._back)
 
     def mask(self, number: int, window: Window, dtype: torch.dtype) -> Float[Tensor, "b 1 q k"] | None:
         """What is added to the scores of that bucket: 0 where a query sees the key, -inf elsewhere.
 
         None where that is what causal attention does by itself, because queries and keys are the same.
         """
-        asked = (number, window, dtype)
-        if asked not in self._masks:
+        key = (number, window, dtype)
+        if key not in self._masks:
             one = self.buckets[number]
             plain = one.query.shape == one.key.shape and not bool(one.position[:, 0].any())
             short = window is None or window >= one.key.shape[1]
-            self._masks[asked] = None if plain and short else additive_mask(one, window, dtype)
-        return self._masks[asked]
+            self._masks[key] = None if plain and short else additive_mask(one, window, dtype)
+        return self._masks[key]
 
     @cached_property
     def ragged_rows(self) -> RaggedLayout:
@@ -148,12 +148,12 @@ class PackedAttention:
 
 def buckets_by_length(spans: Spans) -> Iterator[Int[Tensor, "b"]]:
     """Rows with something to read, in parts of which the longest is at most twice as long as the shortest."""
-    taken = spans.end - spans.start
+    lengths = spans.end - spans.start
     for where in (spans.start == 0, spans.start > 0):
-        rows = (where & (taken > 0)).nonzero()[:, 0]
-        rows = rows[taken[rows].argsort(descending=True, stable=True)]
+        rows = (where & (lengths > 0)).nonzero()[:, 0]
+        rows = rows[lengths[rows].argsort(descending=True, stable=True)]
         while len(rows):
-            many = int((2 * taken[rows] >= taken[rows[0]]).sum())
+            many = int((2 * lengths[rows] >= lengths[rows[0]]).sum())
             yield rows[:many]
             rows = rows[many:]
 
@@ -226,9 +226,9 @@ def transformers_name(name: str) -> str:
     return IN_TRANSFORMERS.get(name, name)
 
 
-def attention_name(found: str) -> str:
+def attention_name(name: str) -> str:
     """The name of an attention in `sections.Compute.attention`."""
-    return HERE.get(found, found)
+    return HERE.get(name, name)
 
 
 def check_attention_choice(name: str, dtype: torch.dtype, *, deterministic: bool) -> None:
@@ -259,14 +259,14 @@ def check_attention(name: str, device: torch.device, dtype: torch.dtype, *, dete
         )
     if backend.least is None:
         return
-    wanted = f"compute capability {'.'.join(map(str, backend.least))}" + (" or later" if backend.most is None else "")
+    required = f"compute capability {'.'.join(map(str, backend.least))}" + (" or later" if backend.most is None else "")
     if device.type != "cuda":
-        raise ValueError(f"{KNOB}: got {name!r} on {device}, wanted a CUDA device of {wanted}, or attention 'sdpa'")
-    found = torch.cuda.get_device_capability(device)
-    if found < backend.least or (backend.most is not None and found > backend.most):
+        raise ValueError(f"{KNOB}: got {name!r} on {device}, wanted a CUDA device of {required}, or attention 'sdpa'")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < backend.least or (backend.most is not None and capability > backend.most):
         raise ValueError(
-            f"{KNOB}: got {name!r} on a card of compute capability {found[0]}.{found[1]}, wanted {wanted}, or "
-            "attention 'sdpa'"
+            f"{KNOB}: got {name!r} on a card of compute capability {capability[0]}.{capability[1]}, wanted {required}, "
+            "or attention 'sdpa'"
         )
     if backend.sdpa is SDPBackend.CUDNN_ATTENTION and (version := torch.backends.cudnn.version() or 0) < LEAST_CUDNN:
         raise ValueError(f"{KNOB}: got {name!r} with cuDNN {version}, wanted {LEAST_CUDNN} or later")
@@ -397,10 +397,10 @@ def varlen(
     # Before the flag came torch did not compare the heads, and the kernel below it is the same.
     more = {"enable_gqa": True} if groups > 1 and has_gqa_flag() else {}
     window = (-1 if how.window is None else how.window - 1, 0)
-    known = RaggedCall((rows.queries, rows.keys, *rows.longest), how.scale, window, more)
+    call = RaggedCall((rows.queries, rows.keys, *rows.longest), how.scale, window, more)
     if torch.get_deterministic_debug_mode() == WARNING:
-        return RepeatableVarlen.apply(query.contiguous(), k, v, known)
-    return known(query.contiguous(), k, v)
+        return RepeatableVarlen.apply(query.contiguous(), k, v, call)
+    return call(query.contiguous(), k, v)
 
 
 class RaggedCall(NamedTuple):
@@ -426,10 +426,10 @@ class RepeatableVarlen(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, known: RaggedCall) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: RaggedCall) -> Tensor:
         """As the call says."""
-        out, lse = known(query, key, value, return_aux=AuxRequest(lse=True))
-        ctx.known = known
+        out, lse = call(query, key, value, return_aux=AuxRequest(lse=True))
+        ctx.call = call
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -437,13 +437,13 @@ class RepeatableVarlen(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Gradients of queries, keys and values, by the kernel's deterministic way."""
-        known: RaggedCall = ctx.known
+        call: RaggedCall = ctx.call
         seed = torch.zeros(2, dtype=torch.uint64, device=slope.device)  # of dropout, which there is none of
-        causal = known.window == (-1, 0)
+        causal = call.window == (-1, 0)
         torch.use_deterministic_algorithms(True)  # `warn_only` torch's kernel takes for leave to use its other way
         try:
             slopes = torch.ops.torch_attn._varlen_attn_backward(
-                slope, *ctx.saved_tensors, *known.lengths, causal, seed, known.scale, [*known.window]
+                slope, *ctx.saved_tensors, *call.lengths, causal, seed, call.scale, [*call.window]
             )
         finally:
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -464,8 +464,8 @@ def gather_keys_and_values(
     """The keys and values that the rows see, row after row, as views of one gather."""
     both = torch.cat([key, value], -1)
     readers = layout.readers if both.requires_grad else ()
-    found = GatherTokens.apply(both, layout.ragged_rows.key, *readers) if readers else both[layout.ragged_rows.key]
-    return found.split([key.shape[2], value.shape[2]], -1)
+    pairs = GatherTokens.apply(both, layout.ragged_rows.key, *readers) if readers else both[layout.ragged_rows.key]
+    return pairs.split([key.shape[2], value.shape[2]], -1)
 
 
 class GatherTokens(torch.autograd.Function):
@@ -588,22 +588,22 @@ def bucketed_attention(
     core: Callable[..., Float[Tensor, "b H q E"]],
 ) -> Float[Tensor, "N H E"]:
     """Rows of similar length are padded to one and computed by `core`; key heads are repeated for their query heads."""
-    groups, found = query.shape[1] // key.shape[1], []
+    groups, outputs = query.shape[1] // key.shape[1], []
     for number, bucket in enumerate(layout.buckets):
         q, k, v = gather_tokens(query, bucket.query), gather_tokens(key, bucket.key), gather_tokens(value, bucket.key)
         q, k, v = (
             x.transpose(1, 2) for x in (q, *(x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v)))
         )
-        found.append(core(q, k, v, layout.mask(number, how.window, query.dtype), how).transpose(1, 2))
-    return layout.stream_order(found)
+        outputs.append(core(q, k, v, layout.mask(number, how.window, query.dtype), how).transpose(1, 2))
+    return layout.stream_order(outputs)
 
 
 def gather_tokens(stream: Float[Tensor, "N ..."], index: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
     """The stream's entries at those places. Its pullback adds up what a prompt gets from all that read it."""
     # On CUDA the pullback of index_select adds in any order, that of indexing in one; on CPU the first is fast.
     flat = index.flatten()
-    found = stream[flat] if stream.is_cuda else stream.index_select(0, flat)
-    return found.unflatten(0, index.shape)
+    entries = stream[flat] if stream.is_cuda else stream.index_select(0, flat)
+    return entries.unflatten(0, index.shape)
 
 
 def sdpa_attention(

@@ -34,13 +34,13 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     """
     named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     # fully_shard gives a block a class of its own, derived from the one that is named.
-    found = [module for module in model.modules() if named & {base.__name__ for base in type(module).__mro__}]
-    if not found:
+    layers = [module for module in model.modules() if named & {base.__name__ for base in type(module).__mro__}]
+    if not layers:
         raise ValueError(
             f"got {type(model).__name__} without transformer blocks; wanted modules of a class in "
             f"_no_split_modules, which names {sorted(named) or 'none'}"
         )
-    return found
+    return layers
 
 
 # -- activations
@@ -189,8 +189,8 @@ def compile_unsupported_reason(device: torch.device) -> str | None:
     """Why blocks on a CUDA device cannot be compiled in this process; None where nothing is known to be in the way."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCH_COMPILE_DISABLE is 1"
-    if (found := torch.cuda.get_device_capability(device)) < COMPILES_FROM:
-        return "compute capability {}.{} of the card, wanted {}.{}".format(*found, *COMPILES_FROM)
+    if (capability := torch.cuda.get_device_capability(device)) < COMPILES_FROM:
+        return "compute capability {}.{} of the card, wanted {}.{}".format(*capability, *COMPILES_FROM)
     if find_spec("triton") is None:
         return "Triton is not installed"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["clang", "gcc", "cc"]  # as Triton looks for one
@@ -220,8 +220,8 @@ def torch_compile(block: nn.Module, *, mode: str) -> None:
 def check_compile_mode(mode: str) -> None:
     """Raise ValueError for a mode that torch.compile has not."""
     if mode not in COMPILE_MODES:
-        wanted = ", ".join(map(repr, COMPILE_MODES))
-        raise ValueError(f"blocks.torch_compile.mode: got {mode!r}, wanted one of {wanted}")
+        names = ", ".join(map(repr, COMPILE_MODES))
+        raise ValueError(f"blocks.torch_compile.mode: got {mode!r}, wanted one of {names}")
 
 
 def compile_for_decoding(block: nn.Module) -> None:

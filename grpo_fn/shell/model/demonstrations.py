@@ -104,13 +104,13 @@ def every_token(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, encode:
 
 def completion_text(problem: Problem) -> str:
     """The completion of a demonstration. Raises ValueError for a problem that has none."""
-    found = problem.meta.get(COMPLETION)
-    if not isinstance(found, str) or not found:
+    completion = problem.meta.get(COMPLETION)
+    if not isinstance(completion, str) or not completion:
         raise ValueError(
             f"{place(problem)}: got a problem without a demonstration, wanted one that rows.read_demonstrations or "
             "arithmetic.demonstration_task has made"
         )
-    return found
+    return completion
 
 
 def prompt_and_answer(prompt: Sequence[int], answer: Sequence[int], eos: int) -> Demonstration:
@@ -141,10 +141,10 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, row: Demonstration, start: i
             "sections.Data.demonstration = @demonstrations.last_turn"
         )
     own = tokenizer(text, add_special_tokens=False)["input_ids"]
-    got, wanted = (tokenizer.decode(ids).strip() for ids in (row.tokens[start:stop], own))
-    if got != wanted:
+    got, expected = (tokenizer.decode(ids).strip() for ids in (row.tokens[start:stop], own))
+    if got != expected:
         raise ValueError(
-            f"{where}: got a chat template that makes it {got[:80]!r}, wanted {wanted[:80]!r}: "
+            f"{where}: got a chat template that makes it {got[:80]!r}, wanted {expected[:80]!r}: "
             "sections.Data.demonstration = @demonstrations.last_turn"
         )
     return stop + 1
@@ -193,11 +193,9 @@ def given_rows(rows: Sequence[Demonstration], texts: Sequence[str], *, pad: int,
     )
 
 
-def shown_rows(
-    task: Task, key: Tensor, rows: int, given: Callable[[Sequence[Problem]], Rollout], steps: int
-) -> Rollout:
+def shown_rows(task: Task, key: Tensor, rows: int, read: Callable[[Sequence[Problem]], Rollout], steps: int) -> Rollout:
     """The demonstrations beside a step's samples: the next so many of their stream."""
-    return given(train_problems(task, key, steps * rows, rows))
+    return read(train_problems(task, key, steps * rows, rows))
 
 
 def check_demonstrations(

@@ -118,9 +118,9 @@ def set_tensor(
         local.copy_(read(part(old)))
     if not meta:
         return
-    made = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+    parameter = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
     for name in names:
-        _hang(module, name, made)
+        _hang(module, name, parameter)
 
 
 def part(tensor: Tensor) -> Part:
@@ -233,12 +233,12 @@ def _header(file: Path) -> dict[str, Entry]:
             )
         try:
             header = json.loads(opened.read(length))
-            found = {name: _entry(file, x, start, size, name) for name, x in header.items() if name != "__metadata__"}
+            tensors = {name: _entry(file, x, start, size, name) for name, x in header.items() if name != "__metadata__"}
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"got {file}, wanted a safetensors file: {error!r}") from error
     try:
         with safe_open(file, framework="pt", device="cpu"):
-            return found
+            return tensors
     except SafetensorError as error:  # the reader's own, stricter checks
         raise ValueError(f"got {file}, wanted a safetensors file: {error}") from error
 

@@ -190,13 +190,13 @@ def trial_error(kernels: ChunkKernels, device: torch.device) -> float:
     logits = 4 * torch.sin(at * at).view(TRIAL)  # numbers without a generator, whose state a run depends on
     target = torch.arange(n, device=device) * (vocabulary // n)
     signals = (torch.linspace(-1, 1, n, device=device), torch.linspace(1, 0.5, n, device=device))
-    found = []
+    results = []
     for one in (kernels, PlainKernels()):
         z = logits.clone()
         stats = one.reduce(z, target, temperature=0.7, spare=one.spare(z))
         slope = one.slope(z, target, *signals, stats, temperature=0.7, fresh=False, dtype=torch.float32)
-        found.append((stats.logp, stats.entropy, slope))
-    return max(float((x - y).abs().max().nan_to_num(torch.inf)) for x, y in zip(*found, strict=True))
+        results.append((stats.logp, stats.entropy, slope))
+    return max(float((x - y).abs().max().nan_to_num(torch.inf)) for x, y in zip(*results, strict=True))
 
 
 # -- from hidden states to log-probability and entropy, without ever holding a `[B, T, V]` tensor
@@ -273,8 +273,8 @@ class LinearScores(torch.autograd.Function):
         spare = kernels.spare(buffer)
         for part in parts:
             z = _product(buffer[: part.stop - part.start], hidden[part], weight, temperature)
-            for every, found in zip(stats, kernels.reduce(z, target[part], temperature=left, spare=spare), strict=True):
-                every[part] = found
+            for every, value in zip(stats, kernels.reduce(z, target[part], temperature=left, spare=spare), strict=True):
+                every[part] = value
         return *stats, z
 
     @staticmethod
@@ -444,21 +444,21 @@ def linear_taught_scores(
     pass. log p comes from `linear_scores` and not from this product, so that it is what `linear_logp` has, bit for bit.
     """
 
-    def of_chunk(hidden: Tensor, weight: Tensor, theirs: Tensor) -> Tensor:
-        return relative_entropy(hidden @ weight.T, teacher_logits(theirs, teacher.weight), temperature)
+    def of_chunk(hidden: Tensor, weight: Tensor, teacher_states: Tensor) -> Tensor:
+        return relative_entropy(hidden @ weight.T, teacher_logits(teacher_states, teacher.weight), temperature)
 
     logp, _ = linear_scores(hidden, weight, target, temperature=temperature, elements=elements)
     chunks = token_chunks(len(target), len(weight), elements)
-    found = [checkpoint(of_chunk, hidden[i], weight, teacher.states[i], use_reentrant=False) for i in chunks]
-    return logp, torch.cat(found)
+    entropies = [checkpoint(of_chunk, hidden[i], weight, teacher.states[i], use_reentrant=False) for i in chunks]
+    return logp, torch.cat(entropies)
 
 
 def dense_taught_scores(
     logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float, teacher: TeacherHead
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
     """The same from materialised logits."""
-    theirs = teacher_logits(*teacher)
-    return dense_scores(logits, target, temperature=temperature)[0], relative_entropy(logits, theirs, temperature)
+    logp, _ = dense_scores(logits, target, temperature=temperature)
+    return logp, relative_entropy(logits, teacher_logits(*teacher), temperature)
 
 
 def teacher_logits(states: Float[Tensor, "n D"], weight: Float[Tensor, "V D"] | None) -> Float[Tensor, "n V"]:
@@ -467,14 +467,14 @@ def teacher_logits(states: Float[Tensor, "n D"], weight: Float[Tensor, "V D"] | 
 
 
 def relative_entropy(
-    logits: Float[Tensor, "n V"], theirs: Float[Tensor, "n W"], temperature: float
+    logits: Float[Tensor, "n V"], teacher: Float[Tensor, "n W"], temperature: float
 ) -> Float[Tensor, "n"]:
     """-sum_v p_v (log p_v - log q_v), p and q softmax(logits / temperature); W >= V: rows that only a teacher has.
 
     In float32 at least, whatever the logits are in.
     """
     logp, logq = (
-        (x.to(torch.promote_types(x.dtype, torch.float32)) / temperature).log_softmax(-1) for x in (logits, theirs)
+        (x.to(torch.promote_types(x.dtype, torch.float32)) / temperature).log_softmax(-1) for x in (logits, teacher)
     )
     return (logp.exp() * (logq[:, : logp.shape[1]] - logp)).sum(-1)
 

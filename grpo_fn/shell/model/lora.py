@@ -128,8 +128,8 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 def dropouts(model: nn.Module) -> list[nn.Dropout]:
     """The adapters' dropout modules (none when the probability is 0): to be put in training mode by themselves."""
-    found = [layer.lora_dropout[ADAPTER] for layer in _layers(model)]
-    return [module for module in found if isinstance(module, nn.Dropout)]
+    modules = [layer.lora_dropout[ADAPTER] for layer in _layers(model)]
+    return [module for module in modules if isinstance(module, nn.Dropout)]
 
 
 def merge_adapters(tensors: Mapping[str, Tensor], how: LoRA) -> Iterator[tuple[str, Tensor]]:
@@ -162,9 +162,9 @@ def _check_pair(name: str, tensors: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def _sum(weight: Tensor, a: Tensor, b: Tensor, how: LoRA, layer: str) -> Tensor:
-    got, wanted = (tuple(a.shape), tuple(b.shape)), ((how.rank, weight.shape[1]), (weight.shape[0], how.rank))
-    if got != wanted:
-        raise ValueError(f"{layer}: got A and B of shapes {got}, wanted {wanted}")
+    got, expected = (tuple(a.shape), tuple(b.shape)), ((how.rank, weight.shape[1]), (weight.shape[0], how.rank))
+    if got != expected:
+        raise ValueError(f"{layer}: got A and B of shapes {got}, wanted {expected}")
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + how.scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
 

@@ -100,16 +100,16 @@ def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, share: 
     spans = share(tokens, mask)
     at = visible_positions(spans, tokens.shape[1])
     column = torch.arange(tokens.shape[1]).expand(tokens.shape)
-    taken = (column >= spans.start[:, None]) & (column < spans.end[:, None])
-    if not taken.any():  # a rank without rows has to take part all the same: one token that is not looked at
-        taken[0, 0] = True
+    read = (column >= spans.start[:, None]) & (column < spans.end[:, None])
+    if not read.any():  # a rank without rows has to take part all the same: one token that is not looked at
+        read[0, 0] = True
         spans = Spans(*(x.new_tensor([n]) for x, n in zip(spans, (0, 1, 0), strict=True)))
     model_kwargs = {
-        "position_ids": column[taken][None].to(device),
+        "position_ids": column[read][None].to(device),
         "attention_mask": unusable_mask(device),
         "layout": PackedAttention(spans, at, device=device),
     }
-    return ModelInput(tokens[taken][None].to(device), at.to(device), model_kwargs)
+    return ModelInput(tokens[read][None].to(device), at.to(device), model_kwargs)
 
 
 class PaddedInput:
@@ -147,8 +147,8 @@ class PackedInput:
 
     def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
         """By what is read of the rows, where they are end to end."""
-        made = partial(by_reading, share=self.share) if self.fit else by_width
-        return made(tokens, mask, micro_tokens, devices)
+        split = partial(by_reading, share=self.share) if self.fit else by_width
+        return split(tokens, mask, micro_tokens, devices)
 
 
 @torch.no_grad()
@@ -164,7 +164,7 @@ def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | 
     if odd := {*kinds} - {FULL, SLIDING} or ({"chunked"} if getattr(config, "attention_chunk_size", None) else None):
         return f"it has layers of {', '.join(sorted(odd))}"
     tokens, mask = probe(config.vocab_size, device)
-    wanted = states(model, padded_rows(tokens, mask))
+    padded = states(model, padded_rows(tokens, mask))
     stream = end_to_end(tokens, mask, share=share_prompts)
     try:
         got = states(model, stream)
@@ -176,7 +176,7 @@ def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | 
     if windows != [*kinds]:
         return f"its layers are {', '.join(kinds)}, and ask for {', '.join(windows) or 'nothing'}"
     read = torch.arange(tokens.shape[1], device=device) < read_lengths(mask)[:, None]
-    return too_far_apart("states", got[stream.at[read]] - wanted.view(*read.shape, -1)[read], wanted)
+    return too_far_apart("states", got[stream.at[read]] - padded.view(*read.shape, -1)[read], padded)
 
 
 def refusal(error: Exception) -> str:
@@ -184,11 +184,11 @@ def refusal(error: Exception) -> str:
     return f"{type(error).__name__}, {str(error).splitlines()[0] if str(error) else 'without a word'}"
 
 
-def too_far_apart(what: str, gap: Tensor, wanted: Tensor) -> str | None:
-    """How large the gap to what was `wanted` is, relative to its largest entry; None when that is rounding."""
-    apart = float(gap.abs().max() / wanted.abs().max())
+def too_far_apart(what: str, gap: Tensor, reference: Tensor) -> str | None:
+    """How large the gap to the `reference` is, relative to its largest entry; None when that is rounding."""
+    apart = float(gap.abs().max() / reference.abs().max())
     # Not the other way round: NaN is not close.
-    return None if apart <= CLOSE.get(wanted.dtype, ROUGH) else f"its {what} are {apart:.1g} apart"
+    return None if apart <= CLOSE.get(reference.dtype, ROUGH) else f"its {what} are {apart:.1g} apart"
 
 
 def probe(vocabulary: int, device: torch.device) -> tuple[Int[Tensor, "5 9"], Bool[Tensor, "5 9"]]:

@@ -41,12 +41,12 @@ class StepChecksums:
 
 def block_digests(tensors: Mapping[str, Tensor]) -> Shares:
     """This rank's shares of the tensors' digests. Raises RuntimeError for a DTensor that is not summed up yet."""
-    found: Shares = {}
+    shares: Shares = {}
     for name, tensor in tensors.items():
         seed = seed_of(name, tensor.shape, tensor.dtype)
         here = local_blocks(tensor)
-        found[name] = seed, [TensorBlock(*where, block_digest(x, where[0], tensor.shape, seed)) for where, x in here]
-    return found
+        shares[name] = seed, [TensorBlock(*where, block_digest(x, where[0], tensor.shape, seed)) for where, x in here]
+    return shares
 
 
 def local_blocks(tensor: Tensor) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], Tensor]]:
@@ -60,12 +60,12 @@ def local_blocks(tensor: Tensor) -> list[tuple[tuple[tuple[int, ...], tuple[int,
 
 def combine_ranks(ranks: Iterable[Shares]) -> int:
     """The digest of all tensors, from the shares of all ranks. Copies that are not equal all count."""
-    found: dict[str, tuple[int, set[TensorBlock]]] = {}
+    tensors: dict[str, tuple[int, set[TensorBlock]]] = {}
     for here in ranks:
         for name, (seed, parts) in here.items():
-            found.setdefault(name, (seed, set()))[1].update(parts)
+            tensors.setdefault(name, (seed, set()))[1].update(parts)
     return combine_digests(
-        total_digest(seed, (part.share for part in parts)) for _, (seed, parts) in sorted(found.items())
+        total_digest(seed, (part.share for part in parts)) for _, (seed, parts) in sorted(tensors.items())
     )
 
 

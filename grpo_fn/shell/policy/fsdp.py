@@ -94,18 +94,18 @@ class FSDPPolicy:
         check_rows(batch.mask)
         tokens, mask = self._dealt(batch.tokens), self._dealt(batch.mask)
         with self.world.talking("forward"), self._noise():
-            mine = self.logprob_model(tokens, mask, *self._taught(tokens, mask))
-            scores = Scores(*(self._gathered(x.detach(), len(batch.mask)) for x in mine))
+            local = self.logprob_model(tokens, mask, *self._taught(tokens, mask))
+            scores = Scores(*(self._gathered(x.detach(), len(batch.mask)) for x in local))
 
         def pullback(dscores: Scores) -> None:
             if self._noted is not None:
                 self._noted.signals.append((batch, dscores))
             # A zero cotangent is left out: the head then skips the entropy's share of the work. All ranks are shown
             # the same one, and so leave out the same.
-            pairs = [(y, self._dealt(d) * self.scale) for y, d in zip(mine, dscores, strict=True) if bool(d.any())]
+            pairs = [(y, self._dealt(d) * self.scale) for y, d in zip(local, dscores, strict=True) if bool(d.any())]
             last = self._counted()
             if last and self._owed and not pairs:
-                pairs = [(mine[0], torch.zeros_like(mine[0]))]
+                pairs = [(local[0], torch.zeros_like(local[0]))]
             if pairs:
                 self._owed = not last
                 with self.world.talking("backward"), self._dropping():
@@ -126,9 +126,9 @@ class FSDPPolicy:
         """
         tokens = self.micro_tokens
         parts = self._parts(self.logprob_model, batch.tokens, batch.mask, tokens)
-        wanted = min(self.min_micro_batches, -(-int(batch.mask.any(-1).sum()) // self.devices))
-        while len(parts) < wanted and tokens > 1:
-            tokens = max(1, tokens * len(parts) // wanted)
+        least = min(self.min_micro_batches, -(-int(batch.mask.any(-1).sum()) // self.devices))
+        while len(parts) < least and tokens > 1:
+            tokens = max(1, tokens * len(parts) // least)
             parts = self._parts(self.logprob_model, batch.tokens, batch.mask, tokens)
         return parts
 
@@ -176,8 +176,8 @@ class FSDPPolicy:
             mask = rollout.mask[some] & (rows >= 0)[:, None]
             width = int(lengths(mask).max())
             with self.world.talking("log-probs"):
-                found = score(self._dealt(rollout.tokens[some, :width]), self._dealt(mask[:, :width]))
-                out[:, :width].index_add_(0, some, self._gathered(found, len(rows)))
+                values = score(self._dealt(rollout.tokens[some, :width]), self._dealt(mask[:, :width]))
+                out[:, :width].index_add_(0, some, self._gathered(values, len(rows)))
         return out
 
     def _parts(
@@ -275,8 +275,8 @@ class FSDPPolicy:
         The same however the model is spread over the ranks, all of which have to take part.
         """
         noted, self._noted = self._noted or StepChecksums(), None
-        mine = [*noted.gradients, block_digests(self._trained())]
-        *gradients, weights = map(combine_ranks, zip(*self.world.exchange(mine, what="digests"), strict=True))
+        shares = [*noted.gradients, block_digests(self._trained())]
+        *gradients, weights = map(combine_ranks, zip(*self.world.exchange(shares, what="digests"), strict=True))
         return {"gradients": hex_digest(combine_digests(gradients)), "weights": hex_digest(weights)}
 
     def named_tensors(self) -> dict[str, Tensor]:
@@ -336,12 +336,12 @@ class FSDPPolicy:
         missing = -len(rows) % self.devices
         return pad(rows, (0, 0, 0, missing))[self._rank :: self.devices] if self.devices > 1 else rows
 
-    def _gathered(self, mine: Tensor, rows: int) -> Tensor:
+    def _gathered(self, local: Tensor, rows: int) -> Tensor:
         """The inverse of `_dealt`: the rows of all ranks, in their order."""
         if self.devices == 1:
-            return mine
-        everyone = [torch.empty_like(mine) for _ in range(self.devices)]
-        dist.all_gather(everyone, mine.contiguous(), group=self._data)
+            return local
+        everyone = [torch.empty_like(local) for _ in range(self.devices)]
+        dist.all_gather(everyone, local.contiguous(), group=self._data)
         return rearrange(everyone, "r k t -> (k r) t")[:rows]
 
     @contextmanager
@@ -430,10 +430,10 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self, live: Mapping[str, Tensor]) -> None:
         for name, x in live.items():
-            mine, theirs = rank_part(self.kept[name]), rank_part(x)
-            held = theirs.clone()
-            theirs.copy_(mine)
-            mine.copy_(held)
+            average, weight = rank_part(self.kept[name]), rank_part(x)
+            copy = weight.clone()
+            weight.copy_(average)
+            average.copy_(copy)
 
 
 def rank_part(x: Tensor) -> Tensor:

@@ -185,18 +185,18 @@ def skip_copies(root: nn.Module) -> None:
 
 def trained_places(module: nn.Module) -> list[WeightPlace]:
     """The weights that FSDP2 gathers with `module` and that train, a tied one once."""
-    found: dict[int, WeightPlace] = {}
+    places: dict[int, WeightPlace] = {}
 
     def visit(owner: nn.Module) -> None:
         for name, weight in owner.named_parameters(recurse=False):
             if weight.requires_grad:
-                found.setdefault(id(weight), WeightPlace(owner, name, weight))
+                places.setdefault(id(weight), WeightPlace(owner, name, weight))
         for child in owner.children():
             if not isinstance(child, FSDPModule):
                 visit(child)
 
     visit(module)
-    return list(found.values())
+    return list(places.values())
 
 
 def _cast_when_gathered(kept: Tensor) -> None:
@@ -212,10 +212,10 @@ def _cast_when_gathered(kept: Tensor) -> None:
 
 def kept_tensor(itself: "weakref.ref[Tensor]") -> Tensor:
     """The tensor that is referred to. Raises RuntimeError where it is gone, as its weight was replaced meanwhile."""
-    found = itself()
-    if found is None:
+    tensor = itself()
+    if tensor is None:
         raise RuntimeError("got a weight that was replaced after skip_copies, wanted the one that it was given")
-    return found
+    return tensor
 
 
 @torch.no_grad()
@@ -224,14 +224,14 @@ def cast_weight(
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
     """The weight in the dtype that is computed in, as FSDP2 asks its extensions for it."""
     if out is None:
-        made = torch.empty(kept.shape, dtype=dtype, device=kept.device).copy_(kept)
-        return made, (made,)
+        cast = torch.empty(kept.shape, dtype=dtype, device=kept.device).copy_(kept)
+        return cast, (cast,)
     with torch.autograd._unsafe_preserve_version_counter(out):  # autograd kept it when it was as it is now
         out.copy_(kept)
     return None
 
 
-def _take_gradients(places: list[WeightPlace], hooked: dict[int, Tensor], module: nn.Module, given: Any) -> None:
+def _take_gradients(places: list[WeightPlace], hooked: dict[int, Tensor], module: nn.Module, args: Any) -> None:
     """From now on gradients of the casts, which are in the weights' places, go to the weights."""
     for i, (owner, name, weight) in enumerate(places):
         cast = getattr(owner, name)
@@ -244,9 +244,9 @@ def add_gradient(weight: nn.Parameter, cast: Tensor) -> None:
     """Add the gradient of a weight's cast to that of the weight, in the weight's dtype; the cast has none any more."""
     gradient, cast.grad = cast.grad, None
     if weight.grad is None:
-        found = gradient.to(weight.dtype)
+        local = gradient.to(weight.dtype)
         weight.grad = DTensor.from_local(
-            found, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
     else:
         weight.grad.to_local().add_(gradient)

@@ -220,8 +220,8 @@ def device_memory(
     """
     replicate, shard, tensor = mesh
     parts = weights(meta_model(config, adapters, attention), shard, tensor)
-    theirs = [[w for w, _ in weights(meta_model(one, None, attention), shard, tensor)] for one in teachers]
-    roots = dtype.itemsize * sum(sizes_by_block(one)[None] for one in theirs)
+    teacher_weights = [[w for w, _ in weights(meta_model(one, None, attention), shard, tensor)] for one in teachers]
+    roots = dtype.itemsize * sum(sizes_by_block(one)[None] for one in teacher_weights)
     alone = replicate * shard * tensor == 1
     gathers = not alone or scale.offload or (adapters is None and dtype is not torch.float32)
     how = Arrangement(
@@ -232,7 +232,7 @@ def device_memory(
         offload=scale.offload,
         offload_reference=scale.offload_reference,
         reference=reference and adapters is None,
-        teachers=dtype.itemsize * sum(w.part for one in theirs for w in one),
+        teachers=dtype.itemsize * sum(w.part for one in teacher_weights for w in one),
         teacher_roots=roots * (not alone or offload_teachers),
         offload_teachers=offload_teachers,
         average=average,
@@ -284,12 +284,12 @@ def weights(model: nn.Module, shard: int, tensor: int) -> list[tuple[Weight, boo
     """
     plan = tensor_parallel.plan_of(model) if tensor > 1 else {}
     block = {id(p): i for i, layer in enumerate(blocks(model)) for p in layer.parameters()}
-    found = []
+    parts = []
     for name, p in model.named_parameters():
         first, *rest = _divided(name, p.shape, plan, tensor)
         part, whole = -(-first // shard) * prod(rest), first * prod(rest)
-        found.append((Weight(part, whole, p.requires_grad, block.get(id(p))), p.ndim >= 2))
-    return found
+        parts.append((Weight(part, whole, p.requires_grad, block.get(id(p))), p.ndim >= 2))
+    return parts
 
 
 def _divided(name: str, shape: Sequence[int], plan: tensor_parallel.Plan, ranks: int) -> list[int]:
@@ -313,8 +313,8 @@ def moment_bytes(optimizer: Callable[..., torch.optim.Optimizer], parts: Sequenc
     what the optimizer raises, ValueError for a library that is not installed.
     """
     sizes = [(w.part, (matrix, w.block is None)) for w, matrix in parts if w.trained and w.part]
-    asked = {(n, kind) for part, kind in sizes for n in _samples(part)}
-    cost = dict(zip(asked, _stepped(optimizer, list(asked)), strict=True)) if asked else {}
+    samples = {(n, kind) for part, kind in sizes for n in _samples(part)}
+    cost = dict(zip(samples, _stepped(optimizer, list(samples)), strict=True)) if samples else {}
     return sum(_extrapolated(part, [cost[n, kind] for n in _samples(part)]) for part, kind in sizes)
 
 
@@ -332,11 +332,11 @@ def _stepped(optimizer: Callable[..., torch.optim.Optimizer], sizes: list[tuple[
     params = [nn.Parameter(torch.zeros((1, n) if matrix else (n,))) for n, (matrix, _) in sizes]
     for p, (_, (matrix, of_no_block)) in zip(params, sizes, strict=True):
         p.of_vocabulary = matrix and of_no_block
-    made = optimizer(params)
+    stepped = optimizer(params)
     for p in params:
         p.grad = torch.zeros_like(p)
-    made.step()
-    return [tensor_bytes(made.state[p].values()) for p in params]
+    stepped.step()
+    return [tensor_bytes(stepped.state[p].values()) for p in params]
 
 
 def tensor_bytes(values: Iterable[Any]) -> int:
@@ -410,14 +410,14 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        held = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         fresh = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        fresh = [s for s in fresh if s._cdata not in held and s._cdata not in self._live()]
+        fresh = [s for s in fresh if s._cdata not in inputs and s._cdata not in self._live()]
         for storage in fresh:
             self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.most = max(self.most, sum(size for _, size in self._live().values()))
         return out
 
     def _live(self) -> dict[int, tuple[StorageWeakRef, int]]:
-        self._made = {key: found for key, found in self._made.items() if not found[0].expired()}
+        self._made = {key: entry for key, entry in self._made.items() if not entry[0].expired()}
         return self._made

@@ -240,9 +240,9 @@ def _exactly(state: Tensor, blocks: Tensor) -> None:
     codes, scale = state.codes.view_as(blocks), state.scale
     for ulps in range(-2, 3):
         tried = (nearby + ulps).clamp(min=0).view(torch.float32).clamp(min=SMALLEST)[:, None]
-        found = torch.bucketize(blocks / tried, between, out_int32=True)
-        exact = (state.qmap[found] * tried == blocks).all(-1, keepdim=True)
-        codes.copy_(torch.where(exact, found, codes))
+        code = torch.bucketize(blocks / tried, between, out_int32=True)
+        exact = (state.qmap[code] * tried == blocks).all(-1, keepdim=True)
+        codes.copy_(torch.where(exact, code, codes))
         scale.copy_(torch.where(exact, tried, scale[:, None])[:, 0])
 
 

@@ -150,14 +150,14 @@ def _is_worth_saying(record: logging.LogRecord) -> bool:
 
 
 def _styles(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
-    found: dict[str, ParallelStyle] = {}
+    styles: dict[str, ParallelStyle] = {}
     for name, style in plan.items():
         if style == WHOLE:
             continue
         how = {**COLUMNS, **ROWS, **PER_HEAD}[style]
         if is_layer(model.get_submodule(name)):
             adapter = "lora_B" if style in COLUMNS else "lora_A"
-            found |= {f"{name}.base_layer": how, f"{name}.{adapter}.{ADAPTER}": how}
+            styles |= {f"{name}.base_layer": how, f"{name}.{adapter}.{ADAPTER}": how}
         else:
-            found[name] = how
-    return found
+            styles[name] = how
+    return styles

@@ -331,10 +331,10 @@ def engine_share(items: Sequence[T], sampler: Any, world: World) -> Sequence[T]:
     return items[rank_share(len(items), world.rank // sampler.ranks, world.size // sampler.ranks)]
 
 
-def gather_rollouts(found: Rollout | None, sampler: Any, world: World) -> Rollout:
+def gather_rollouts(rollout: Rollout | None, sampler: Any, world: World) -> Rollout:
     """The rollouts of all engines, one after another; every rank brings that of its own."""
     speaks = world.rank % sampler.ranks == 0
-    parts = world.exchange(found if speaks else None, what="the others' completions")
+    parts = world.exchange(rollout if speaks else None, what="the others' completions")
     return concat_rollouts([part for part in parts if part is not None])
 
 
@@ -358,9 +358,9 @@ class DataParallelSampler:
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """As the sampler's own."""
-        asked = engine_share(problems, self.sampler, self.world)
-        found = self.sampler.sample(asked, group_size, key=key) if asked else None
-        return gather_rollouts(found, self.sampler, self.world)
+        share = engine_share(problems, self.sampler, self.world)
+        rollout = self.sampler.sample(share, group_size, key=key) if share else None
+        return gather_rollouts(rollout, self.sampler, self.world)
 
     def load(self, policy: Policy) -> None:
         """As the sampler's own; every rank takes part."""

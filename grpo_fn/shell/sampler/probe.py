@@ -142,20 +142,20 @@ class Outside(NamedTuple):
 def count_outside(tokens: Tensor, logp: Tensor) -> Outside:
     """Of the second half of some draws after one prompt, those that are no token of the first half."""
     half = len(tokens) // 2
-    known = dict(zip(tokens[:half].tolist(), logp[:half].double().exp().tolist(), strict=True))
-    outside = sum(token not in known for token in tokens[half:].tolist())
-    return Outside(len(tokens) - half, outside, min(max(1 - sum(known.values()), 0.0), 1.0))
+    shown = dict(zip(tokens[:half].tolist(), logp[:half].double().exp().tolist(), strict=True))
+    outside = sum(token not in shown for token in tokens[half:].tolist())
+    return Outside(len(tokens) - half, outside, min(max(1 - sum(shown.values()), 0.0), 1.0))
 
 
-def p_value(found: Sequence[Outside]) -> float:
+def p_value(counts: Sequence[Outside]) -> float:
     """How likely a total that is at least as far from what is expected is, two-sided; 1 at most.
 
     The total of independent binomial counts, of which each has a chance of its own, enumerated.
     """
     mass = [1.0]  # of 0, 1, 2, ... draws outside
-    for count in found:
+    for count in counts:
         for _ in range(count.draws):
             stay, go = (1 - count.chance), count.chance
             mass = [stay * a + go * b for a, b in zip([*mass, 0.0], [0.0, *mass], strict=True)]
-    total = sum(count.seen for count in found)
+    total = sum(count.seen for count in counts)
     return min(1.0, 2 * min(sum(mass[: total + 1]), sum(mass[total:])))

@@ -56,7 +56,7 @@ def export_weights(policy: FSDPPolicy | FixedWeights, context: SamplerContext) -
     tensors = PolicyWeights(policy.named_tensors(), policy.world)
     tied = context.config.get_text_config().tie_word_embeddings
     for name, tensor in tensors.items() if context.adapters is None else lora.merge_adapters(tensors, context.adapters):
-        given = tensor.to(context.dtype) if tensor.is_floating_point() else tensor
-        yield name, given
+        weight = tensor.to(context.dtype) if tensor.is_floating_point() else tensor
+        yield name, weight
         if tied and name.endswith("embed_tokens.weight"):
-            yield HEAD, given
+            yield HEAD, weight

@@ -98,12 +98,12 @@ class Server:
         sent: the server does not divide the logits of a prompt."""
         sent = {"prompt": [*tokens], "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}
         answer = await self._call("POST", "/v1/completions", self._seconds, json=sent)
-        found = (answer["choices"][0].get("prompt_logprobs") or [None])[1:]
-        logp = [(one or {}).get(str(token), {}).get("logprob") for token, one in zip(tokens[1:], found, strict=False)]
+        entries = (answer["choices"][0].get("prompt_logprobs") or [None])[1:]
+        logp = [(one or {}).get(str(token), {}).get("logprob") for token, one in zip(tokens[1:], entries, strict=False)]
         if len(logp) != len(tokens) - 1 or not all(isinstance(x, float) and NO_LOGP < x <= 0.0 for x in logp):
             raise RequestRefused(
-                f"{self.url}: got prompt_logprobs {str(found)[:SHOWN]} for the tokens {str([*tokens])[:SHOWN]}, wanted "
-                "a log-prob of each but the first"
+                f"{self.url}: got prompt_logprobs {str(entries)[:SHOWN]} for the tokens {str([*tokens])[:SHOWN]}, "
+                "wanted a log-prob of each but the first"
             )
         return logp
 
@@ -182,8 +182,8 @@ class Server:
         if answer.status_code >= 500:
             raise Unreachable(f"{self.url}{path}: got status {answer.status_code}: {text}")
         if answer.status_code >= 400:
-            wanted = WANTED.get(answer.status_code, "")
-            raise RequestRefused(f"{self.url}{path}: got status {answer.status_code}{wanted}: {text}")
+            advice = WANTED.get(answer.status_code, "")
+            raise RequestRefused(f"{self.url}{path}: got status {answer.status_code}{advice}: {text}")
         try:
             return answer.json() if answer.content else {}
         except ValueError as error:

@@ -59,14 +59,14 @@ class IncomingWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """All up to the first wrong one: vLLM is in the middle of loading, and must come to an end of it."""
         for name, tensor in self.weights:
-            wanted = self.missing.pop(name, None)
-            if wanted != tuple(tensor.shape):
-                self.wrong = f"got {name} of shape {tuple(tensor.shape)}, wanted {wanted or 'no more of that name'}"
+            shape = self.missing.pop(name, None)
+            if shape != tuple(tensor.shape):
+                self.wrong = f"got {name} of shape {tuple(tensor.shape)}, wanted {shape or 'no more of that name'}"
                 return
-            given = tensor.detach().to(self.dtype) if tensor.is_floating_point() else tensor
-            self.sent += weight_fingerprint(given)
+            weight = tensor.detach().to(self.dtype) if tensor.is_floating_point() else tensor
+            self.sent += weight_fingerprint(weight)
             if name not in self.unwanted:
-                yield name, given
+                yield name, weight
 
     def check(self) -> None:
         """Raise ValueError unless all came, and nothing else."""
@@ -190,17 +190,17 @@ class ColocatedEngine:
 
     def _step_until_done(self, due: DueRequests, how: Mapping[str, Any], on_turn: OnTurn) -> None:
         """vLLM's own loop, with a deadline."""
-        engine, running, asked, steps, seconds = self.llm.llm_engine, {}, 0, 0, 0.0
+        engine, running, requests, steps, seconds = self.llm.llm_engine, {}, 0, 0, 0.0
         try:
             while (asks := due(steps, bool(running))) or running:
                 began = time.monotonic()
                 for number, ask in asks:
-                    name = f"{asked} {number}"  # a row asks for several turns, each by another name
-                    running[name], asked, fields = seconds, asked + 1, ask.fields(how)
+                    name = f"{requests} {number}"  # a row asks for several turns, each by another name
+                    running[name], requests, fields = seconds, requests + 1, ask.fields(how)
                     engine.add_request(name, {"prompt_token_ids": [*ask.prompt]}, self._params(fields, *ask.seeds))
                 if (waited := seconds - next(iter(running.values()))) > self.deadline:
                     raise TimeoutError(
-                        f"generate: got {len(running)} of {asked} requests unfinished after {waited:.0f} "
+                        f"generate: got {len(running)} of {requests} requests unfinished after {waited:.0f} "
                         f"s, wanted all within {self.deadline:g} (vllm_sampler.colocated_sampler.generate_timeout)"
                     )
                 ended = [out for out in engine.step() if out.finished]
@@ -257,10 +257,10 @@ class ColocatedEngine:
             self._wake("kv_cache")
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("push: got an engine that keeps cached prefixes of the old weights")
-            held = self._held()
+            stored = self._held()
             # If that differs, was it ever to be recognised? The model folder shows it.
-            known = held == coming.sent or self._opened == self._in_folder()
-        receipt = WeightReceipt(version, coming.sent, held if known else None)
+            comparable = stored == coming.sent or self._opened == self._in_folder()
+        receipt = WeightReceipt(version, coming.sent, stored if comparable else None)
         verify_receipt(receipt)
         self.version, self.ready, self._verified = version, True, receipt.held is not None
         self._counts["push_seconds"] += time.monotonic() - started
@@ -289,11 +289,11 @@ class ColocatedEngine:
     def _held(self) -> Fingerprint:
         """Of all ranks of this engine together."""
         share = WeightShare(self.world.rank % self.ranks, self.ranks)
-        mine = self.llm.apply_model(partial(engine_weights, dtype=self.dtype, tied=self.tied, share=share))[0]
+        share_sum = self.llm.apply_model(partial(engine_weights, dtype=self.dtype, tied=self.tied, share=share))[0]
         if self.ranks == 1:
-            return mine
+            return share_sum
         first = self.world.rank - share.rank
-        everyone = self.world.exchange(mine, what="what the engines hold")
+        everyone = self.world.exchange(share_sum, what="what the engines hold")
         return sum(everyone[first : first + self.ranks], NOTHING)
 
     # -- living together
@@ -325,12 +325,13 @@ class ColocatedEngine:
             return
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-        size, known = self.llm.llm_engine.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
-        if size not in known:
+        size = self.llm.llm_engine.model_config.get_head_size()
+        supported = CPUAttentionBackend.get_supported_head_sizes()
+        if size not in supported:
             self.close()
             raise ValueError(
                 f"got model {self.folder} with attention heads {size} wide, wanted one that vLLM opens on CPU: "
-                f"{', '.join(map(str, known))}"
+                f"{', '.join(map(str, supported))}"
             )
 
     @contextmanager

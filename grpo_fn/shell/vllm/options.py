@@ -64,8 +64,10 @@ def check_extra(extra: Mapping[str, Any], *, allow_biased: bool) -> None:
     With a penalty, a cut or a banned token the completions come from another distribution than the one whose
     log-probabilities the trainer computes.
     """
-    if taken := sorted(OURS & {*extra}):
-        raise ValueError(f"extra: got {', '.join(taken)}, which the sampler sets itself; wanted other SamplingParams")
+    if reserved := sorted(OURS & {*extra}):
+        raise ValueError(
+            f"extra: got {', '.join(reserved)}, which the sampler sets itself; wanted other SamplingParams"
+        )
     if not allow_biased and (biased := sorted(name for name, value in extra.items() if not is_neutral(name, value))):
         listed = ", ".join(f"{name} = {extra[name]!r}" for name in biased)
         raise ValueError(

@@ -92,9 +92,9 @@ class VllmTeacher:
             RuntimeError: no server has answered for `server_timeout` seconds, or one refuses a row.
         """
         rows = [tokens[:n] for tokens, n in zip(rollout.tokens.tolist(), lengths(rollout.mask).tolist(), strict=True)]
-        found = self._run(*[lambda server, row=row: server.prompt_logp(row) for row in rows])
+        answers = self._run(*[lambda server, row=row: server.prompt_logp(row) for row in rows])
         out = torch.zeros(rollout.mask.shape, dtype=rollout.logp_sampled.dtype)
-        for b, logp in enumerate(found):
+        for b, logp in enumerate(answers):
             out[b, 1 : len(logp) + 1] = torch.tensor(logp)
         return torch.where(rollout.mask, out.to(rollout.mask.device), 0.0)
 
@@ -103,8 +103,8 @@ class VllmTeacher:
 
         async def everything() -> list[T]:
             servers, slots = self._opened(), asyncio.Semaphore(self.max_requests)
-            asked = servers if only is None else [servers[only]]
-            tasks = [asyncio.create_task(self._ask(ask, asked, i, slots)) for i, ask in enumerate(asks)]
+            targets = servers if only is None else [servers[only]]
+            tasks = [asyncio.create_task(self._ask(ask, targets, i, slots)) for i, ask in enumerate(asks)]
             try:
                 return await asyncio.gather(*tasks)
             finally:
@@ -147,13 +147,15 @@ class VllmTeacher:
         return [Server(url, **limits, api_key=key) for url in self.servers]
 
 
-async def _check(server: Server, name: str, wanted: int, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+async def _check(
+    server: Server, name: str, max_model_len: int, tokenizer: PreTrainedTokenizerBase, vocabulary: int
+) -> None:
     """Raise ValueError for a server that reads less, or other tokens, than the policy writes."""
     reads = await server.max_model_len()
-    if reads < wanted:
+    if reads < max_model_len:
         raise ValueError(
             f"sections.Teacher.models: got {name!r} ({server.url}), which reads {reads} tokens, wanted "
-            f"VllmTeacher.max_model_len {wanted}"
+            f"VllmTeacher.max_model_len {max_model_len}"
         )
     try:
         await server.prompt_logp([0, vocabulary - 1])
@@ -165,9 +167,9 @@ async def _check(server: Server, name: str, wanted: int, tokenizer: PreTrainedTo
     ids = sorted(tokenizer.get_vocab().values())
     for i in range(0, len(ids), IDS):
         if (odd := await _first_difference(server, tokenizer, ids[i : i + IDS])) is not None:
-            theirs = await server.detokenize([odd])
+            text = await server.detokenize([odd])
             raise ValueError(
-                f"sections.Teacher.models: got {name!r} ({server.url}) whose tokenizer has {theirs!r} as token {odd}, "
+                f"sections.Teacher.models: got {name!r} ({server.url}) whose tokenizer has {text!r} as token {odd}, "
                 f"wanted the policy's ({tokenizer.name_or_path}), which has {tokenizer.decode([odd])!r}"
             )
 
@@ -179,5 +181,5 @@ async def _first_difference(server: Server, tokenizer: PreTrainedTokenizerBase, 
     if len(ids) == 1:
         return ids[0]
     half = len(ids) // 2
-    found = await _first_difference(server, tokenizer, ids[:half])
-    return found if found is not None else await _first_difference(server, tokenizer, ids[half:])
+    first = await _first_difference(server, tokenizer, ids[:half])
+    return first if first is not None else await _first_difference(server, tokenizer, ids[half:])

@@ -569,8 +569,8 @@ class DedicatedEngine:
             raise RuntimeError(
                 f"vLLM servers: got version {version} to none of them, wanted one: {self._router.troubles()}"
             )
-        held = None if updater.unreadable.intersection(urls) else sent
-        return UpdatedServer(newest, WeightReceipt(version, sent, held), urls)
+        stored = None if updater.unreadable.intersection(urls) else sent
+        return UpdatedServer(newest, WeightReceipt(version, sent, stored), urls)
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

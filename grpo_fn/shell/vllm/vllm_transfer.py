@@ -29,13 +29,13 @@ Info = dict[str, Any]  # what a server gets to know of one
 
 def chunks(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Chunk]:
     """Weights in their order, in lists of at least `size` bytes (less than a tensor above it); the last may be less."""
-    chunk, held = [], 0
+    chunk, filled = [], 0
     for name, tensor in weights:
         chunk.append((name, tensor))
-        held += tensor.numel() * tensor.element_size()
-        if held >= size:
+        filled += tensor.numel() * tensor.element_size()
+        if filled >= size:
             yield chunk
-            chunk, held = [], 0
+            chunk, filled = [], 0
     if chunk:
         yield chunk
 

@@ -85,7 +85,7 @@ def family(name: str, **knobs) -> LocalSampler:
 def test_rows_that_come_when_others_have_ended_are_the_plain_loops(name: str) -> None:
     s = family(name, max_rows=3)
     assert_as_alone(s, TEXTS, s.sample(problems(TEXTS), 2, key=KEY))
-    assert s.held.engine is not None  # no family is decoded with a cache that grows
+    assert s.shared.engine is not None  # no family is decoded with a cache that grows
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
@@ -122,7 +122,7 @@ def test_looking_seldom_and_few_shapes_change_nothing(texts, group_size, max_row
     wanted = sampler(**knobs).sample(problems(texts), group_size, key=KEY)
     s = sampler(**knobs)
     run = GraphCache(lambda: lambda step: (step(), step(), step)[2])  # warms up as a real one does
-    got = LocalSampler(**{**vars(s), "held": held(s.model, run)}).sample(problems(texts), group_size, key=KEY)
+    got = LocalSampler(**{**vars(s), "shared": held(s.model, run)}).sample(problems(texts), group_size, key=KEY)
     assert completions(got) == completions(wanted)
     assert torch.equal(got.truncated, wanted.truncated)
     torch.testing.assert_close(got.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
@@ -150,7 +150,7 @@ class Counting:
 def test_a_shape_is_captured_at_its_second_use_and_again_when_weights_have_moved() -> None:
     module, counting = ending("qwen3_untied"), Counting()
     run = GraphCache(lambda: counting)
-    s = LocalSampler(**{**vars(sampler()), "model": module, "held": held(module, run)})
+    s = LocalSampler(**{**vars(sampler()), "model": module, "shared": held(module, run)})
     first = s.sample(problems(TEXTS), 2, key=KEY)
     at_first, replayed_at_first = counting.captured, counting.replayed
     assert at_first < len(run.used)
@@ -172,7 +172,7 @@ def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
 
     s = sampler()
     wanted = s.sample(problems(TEXTS), 2, key=KEY)
-    other = LocalSampler(**{**vars(s), "held": held(s.model, GraphCache(lambda: never))})
+    other = LocalSampler(**{**vars(s), "shared": held(s.model, GraphCache(lambda: never))})
     with pytest.warns(RuntimeWarning, match="not as a CUDA graph: operation not permitted when stream is capturing$"):
         got = [other.sample(problems(TEXTS), 2, key=KEY) for _ in range(2)]
     assert all(torch.equal(one.tokens, wanted.tokens) for one in got)
@@ -226,7 +226,7 @@ def test_what_cannot_be_compiled_is_decoded_as_written_and_said_so(monkeypatch: 
     module.load_state_dict(s.model.state_dict())
     module.generation_config = s.model.generation_config
     made = compile_decode_parts(module)
-    other = LocalSampler(**{**vars(s), "model": module, "held": held(module, Eager(), code=made)})
+    other = LocalSampler(**{**vars(s), "model": module, "shared": held(module, Eager(), code=made)})
     with pytest.warns(RuntimeWarning, match="runs as written, not compiled: NoCompiler, no compiler found$"):
         got = other.sample(problems(TEXTS), 2, key=KEY)
     assert torch.equal(got.tokens, s.sample(problems(TEXTS), 2, key=KEY).tokens)
@@ -271,7 +271,7 @@ def test_every_row_has_a_lane_of_its_own_at_its_prompt(homes: list[int]) -> None
 def test_buffers_stay_where_they_are_and_are_gone_at_rest() -> None:
     s = sampler()
     s.sample(problems(TEXTS), 4, key=KEY)
-    engine = s.held.engine
+    engine = s.shared.engine
     where = [x.data_ptr() for x in (*engine.live, *engine.drawn.layers[0], *engine.prompts.layers[0])]
     size = engine.drawn.bytes + engine.prompts.bytes
     for asked, group_size in ((TEXTS[:1], 1), (TEXTS, 4), (TEXTS[1:], 2)):
@@ -285,7 +285,7 @@ def test_buffers_stay_where_they_are_and_are_gone_at_rest() -> None:
 def test_no_more_is_held_than_the_rows_at_once_need() -> None:
     s = sampler(max_rows=3)
     s.sample(problems(TEXTS * 4), 2, key=KEY)
-    assert (s.held.engine.drawn.count, s.held.engine.prompts.count) == (3, 4)
+    assert (s.shared.engine.drawn.count, s.shared.engine.prompts.count) == (3, 4)
 
 
 # -- rows that are reported
@@ -302,7 +302,7 @@ def test_every_row_is_reported_once_as_the_rollout_has_it(max_rows: int, fit: bo
 
     s = sampler(max_rows=max_rows, on_completion=on_completion)
     if not fit:
-        s.held.model = s.model  # as if it had been asked, and were not
+        s.shared.model = s.model  # as if it had been asked, and were not
     rollout = s.sample(problems(TEXTS), 3, key=KEY)
     wanted: dict[tuple[int, Completion], int] = {}
     for b, text in enumerate(rollout.text):
@@ -332,7 +332,7 @@ def test_a_check_that_raises_ends_it_and_the_next_call_is_as_ever(fit: bool) -> 
 
     s = sampler(max_rows=3)
     if not fit:
-        s.held.model = s.model  # as if it had been asked, and were not
+        s.shared.model = s.model  # as if it had been asked, and were not
     right = s.sample(problems(TEXTS), 3, key=KEY)
     with s.model.register_forward_pre_hook(lambda *_: steps.append(None)):
         s.sample(problems(TEXTS), 3, key=KEY)
@@ -365,7 +365,7 @@ def test_a_model_that_attends_in_its_own_way_is_decoded_with_its_own_cache(made:
         torch.manual_seed(3)
         module = made()
     module.generation_config.eos_token_id = [EOS, *range(0, 80, 2)]
-    s = LocalSampler(**{**vars(sampler(max_rows=5)), "model": module, "held": SharedDecoder()})
+    s = LocalSampler(**{**vars(sampler(max_rows=5)), "model": module, "shared": SharedDecoder()})
     with pytest.warns(
         RuntimeWarning, match=f"{type(module).__name__} is decoded with a cache that grows, not in slots: "
     ):
@@ -376,11 +376,11 @@ def test_a_model_that_attends_in_its_own_way_is_decoded_with_its_own_cache(made:
 @pytest.mark.parametrize("name", list(CHOICES))
 def test_the_cache_that_grows_and_the_slots_draw_the_same(name: str) -> None:
     s = sampler(token_sampler=CHOICES[name], max_rows=5, stop=("a", "7"))
-    other = LocalSampler(**{**vars(s), "held": SharedDecoder()})
-    other.held.model = s.model
+    other = LocalSampler(**{**vars(s), "shared": SharedDecoder()})
+    other.shared.model = s.model
     got, wanted = (x.sample(problems(TEXTS), 3, key=KEY) for x in (s, other))
-    assert s.held.engine is not None
-    assert other.held.engine is None
+    assert s.shared.engine is not None
+    assert other.shared.engine is None
     assert completions(got) == completions(wanted)
     assert torch.equal(got.truncated, wanted.truncated)
     torch.testing.assert_close(got.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
@@ -391,7 +391,7 @@ def test_the_cache_that_grows_and_the_slots_draw_the_same(name: str) -> None:
 
 def test_blocks_that_are_compiled_for_training_decode_as_written() -> None:
     module = qwen2_tied(VOCABULARY)
-    wanted = LocalSampler(**{**vars(sampler()), "model": module, "held": SharedDecoder()}).sample(
+    wanted = LocalSampler(**{**vars(sampler()), "model": module, "shared": SharedDecoder()}).sample(
         problems(TEXTS), 2, key=KEY
     )
     for block in blocks.blocks(module):
@@ -399,7 +399,7 @@ def test_blocks_that_are_compiled_for_training_decode_as_written() -> None:
         changed.forward, changed.fast = block.forward, None  # calling that fails
         changed.which = blocks._uncached
         block.forward = changed
-    got = LocalSampler(**{**vars(sampler()), "model": module, "held": held_as_is(module)})
+    got = LocalSampler(**{**vars(sampler()), "model": module, "shared": held_as_is(module)})
     assert torch.equal(got.sample(problems(TEXTS), 2, key=KEY).tokens, wanted.tokens)
 
 

@@ -100,7 +100,7 @@ def test_every_familys_steps_are_those_of_whole_rows(name: str) -> None:
 def test_the_same_tokens_are_drawn(make: Callable[[int], nn.Module]) -> None:
     module = make(VOCABULARY)
     module.generation_config.eos_token_id = ending("qwen2_tied").generation_config.eos_token_id
-    s = LocalSampler(**{**vars(sampler(max_rows=3)), "model": module, "held": SharedDecoder()})
+    s = LocalSampler(**{**vars(sampler(max_rows=3)), "model": module, "shared": SharedDecoder()})
     wanted = s.sample(problems(TEXTS), 2, key=KEY)
     got = decoded_joined(s).sample(problems(TEXTS), 2, key=KEY)
     assert completions(got) == completions(wanted)
@@ -113,13 +113,13 @@ def decoded_joined(s: LocalSampler) -> LocalSampler:
     held, stepped = SharedDecoder(), joined_model(s.model)
     held.model = s.model
     held.engine = DecodeEngine(s.model, sizes=SMALL, run=Eager(), code=WRITTEN, stepped=stepped)
-    return LocalSampler(**{**vars(s), "held": held})
+    return LocalSampler(**{**vars(s), "shared": held})
 
 
 def test_weights_that_have_moved_are_joined_again() -> None:
     module = several_heads(VOCABULARY)
     module.generation_config.eos_token_id = ending("qwen2_tied").generation_config.eos_token_id
-    s = LocalSampler(**{**vars(sampler()), "model": module, "held": SharedDecoder()})
+    s = LocalSampler(**{**vars(sampler()), "model": module, "shared": SharedDecoder()})
     joined = decoded_joined(s)
     before = joined.sample(problems(TEXTS), 2, key=KEY)
     kept = [p.data for p in s.model.parameters()]

@@ -150,12 +150,12 @@ def test_every_familys_steps_are_those_of_whole_rows(kernel: ModuleType, name: s
 
 
 def test_the_same_tokens_are_drawn(kernel: ModuleType) -> None:
-    s = LocalSampler(**{**vars(sampler(max_rows=5)), "model": ending("gemma2_capped"), "held": SharedDecoder()})
+    s = LocalSampler(**{**vars(sampler(max_rows=5)), "model": ending("gemma2_capped"), "shared": SharedDecoder()})
     wanted = s.sample(problems(TEXTS), 2, key=KEY)
     made = SharedDecoder()
     code = WRITTEN._replace(split_kv=kernel.split_kv_launch)
     made.model, made.engine = s.model, DecodeEngine(s.model, sizes=SMALL, run=Eager(), code=code)
-    got = LocalSampler(**{**vars(s), "held": made}).sample(problems(TEXTS), 2, key=KEY)
+    got = LocalSampler(**{**vars(s), "shared": made}).sample(problems(TEXTS), 2, key=KEY)
     assert completions(got) == completions(wanted)
     torch.testing.assert_close(got.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
 

@@ -72,10 +72,10 @@ class Shelf(NamedTuple):
     logits: Float[Tensor, "P V"]  # behind the last token
 
 
-def compaction_moves(taken: Bool[Tensor, "S"], first: int) -> tuple[Int[Tensor, "m"], Int[Tensor, "m"]]:
+def compaction_moves(occupied: Bool[Tensor, "S"], first: int) -> tuple[Int[Tensor, "m"], Int[Tensor, "m"]]:
     """From which slots to which, so that all that are taken are among the first so many."""
-    source = taken[first:].nonzero()[:, 0] + first
-    return source, (~taken[:first]).nonzero()[: len(source), 0]
+    source = occupied[first:].nonzero()[:, 0] + first
+    return source, (~occupied[:first]).nonzero()[: len(source), 0]
 
 
 class ContinuousBatching:
@@ -138,14 +138,14 @@ class ContinuousBatching:
         """The next prompts: as many as have rows to place, and not too many tokens."""
         first = self.waiting // self.group
         most = -(-(self.most - int(self.busy.sum())) // self.group)
-        taken, tokens = [], 0
+        batch, tokens = [], 0
         for prompt in self.prompts[first : first + most]:
             tokens += len(prompt)
-            if taken and tokens > PREFILL:
+            if batch and tokens > PREFILL:
                 break
-            taken.append(prompt)
-        prefilled, logits = prefill_prompts(self.engine.model, taken, self.u.device)
-        slot = (self.owed == 0).nonzero()[: len(taken), 0]
+            batch.append(prompt)
+        prefilled, logits = prefill_prompts(self.engine.model, batch, self.u.device)
+        slot = (self.owed == 0).nonzero()[: len(batch), 0]
         self.owed[slot] = self.group
         prefilled.copy(self.engine.prompts, slot.to(self.u.device))
         return Shelf(first, slot, prefilled.spans.end, logits)
@@ -174,8 +174,8 @@ class ContinuousBatching:
         flags = (no, no.clone(), no.clone())
         new = Live(none, length, start, drawn, self.limit[row], *flags, self.u[row], tokens, logp)
         draw(new, logits, self.options.token_sampler, self.engine.marks)
-        for x, given in zip(self.engine.live, new, strict=True):
-            x[slot] = given
+        for x, value in zip(self.engine.live, new, strict=True):
+            x[slot] = value
 
     # -- steps
 
@@ -272,8 +272,8 @@ class ContinuousBatching:
         live, there = self.engine.live, slot.to(self.u.device)
         live.suspect[there] = False
         rows = zip(live.tokens[there].tolist(), drawn[slot].tolist(), strict=True)
-        found = self.options.stops.first([row[:n] for row, n in rows], (drawn[slot] - self.seen[slot]).tolist())
-        hit, at = slot[[n > 0 for n in found]], torch.tensor([n for n in found if n], dtype=torch.long)
+        lengths = self.options.stops.first([row[:n] for row, n in rows], (drawn[slot] - self.seen[slot]).tolist())
+        hit, at = slot[[n > 0 for n in lengths]], torch.tensor([n for n in lengths if n], dtype=torch.long)
         drawn[hit], ended[hit], stopped[hit] = at, True, True
         live.ended[hit.to(self.u.device)] = True
 

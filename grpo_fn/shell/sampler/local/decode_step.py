@@ -161,12 +161,12 @@ class CudaGraph:
         try:
             with torch.cuda.stream(self.side):
                 step()
-                with synchronizations() as found:
+                with synchronizations() as waits:
                     step()
         finally:
             current.wait_stream(self.side)
-        if found:
-            raise UncapturableStep(f"a step of this model waits for the device {len(found)} times")
+        if waits:
+            raise UncapturableStep(f"a step of this model waits for the device {len(waits)} times")
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads (those that write checkpoints) may use the device meanwhile.
@@ -190,7 +190,7 @@ def synchronizations() -> Iterator[list[str]]:
     The mode holds for the whole process and would end other threads' work as an error; so it warns, and warnings of
     other threads (the training's, beside a sampler) are left out.
     """
-    found: list[str] = []
+    waits: list[str] = []
     here, mode = get_ident(), torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         shown = warnings.showwarning
@@ -199,13 +199,13 @@ def synchronizations() -> Iterator[list[str]]:
             if SYNC_WARNING not in str(message):
                 shown(message, *args, **kwargs)
             elif get_ident() == here:
-                found.append(str(message))
+                waits.append(str(message))
 
         warnings.showwarning = note
         warnings.filterwarnings("always", message=f".*{SYNC_WARNING}")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield waits
         finally:
             torch.cuda.set_sync_debug_mode(mode)
 
@@ -242,7 +242,7 @@ class Stops:
     def first(self, completions: Sequence[list[int]], unseen: Sequence[int]) -> list[int]:
         """How long each completion is when a stop string is in it, of which all but the last `unseen` are known not to
         complete one; 0 for those in which none is."""
-        found = [0] * len(completions)
+        lengths = [0] * len(completions)
         ends = [
             (row, t + 1)
             for row, (tokens, new) in enumerate(zip(completions, unseen, strict=True))
@@ -252,9 +252,9 @@ class Stops:
         tails = [completions[row][max(0, end - self.tail) : end] for row, end in ends]
         texts = self.tokenizer.batch_decode(tails, skip_special_tokens=True) if tails else []
         for (row, end), text in zip(ends, texts, strict=True):
-            if not found[row] and any(s in text for s in self.stop):
-                found[row] = end
-        return found
+            if not lengths[row] and any(s in text for s in self.stop):
+                lengths[row] = end
+        return lengths
 
 
 def tokens_of_stops(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], size: int) -> Bool[Tensor, "V"]:
@@ -263,14 +263,14 @@ def tokens_of_stops(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], siz
     Each is decoded behind itself, as decoders drop the space before a first word. Tokens that the tokenizer does not
     know are suspect, and all are where it tidies spaces, because then a token changes the text before it.
     """
-    found = torch.ones(size, dtype=torch.bool)
+    suspect = torch.ones(size, dtype=torch.bool)
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        return found
+        return suspect
     last = {UNSPELT, *(s[-1] for s in stop)}
-    known = range(min(size, len(tokenizer)))
-    texts = tokenizer.batch_decode([[i, i] for i in known], skip_special_tokens=True)
-    found[: len(known)] = torch.tensor([not last.isdisjoint(text) for text in texts], dtype=torch.bool)
-    return found
+    ids = range(min(size, len(tokenizer)))
+    texts = tokenizer.batch_decode([[i, i] for i in ids], skip_special_tokens=True)
+    suspect[: len(ids)] = torch.tensor([not last.isdisjoint(text) for text in texts], dtype=torch.bool)
+    return suspect
 
 
 def token_table(ids: Sequence[int], size: int, device: torch.device) -> Bool[Tensor, "V"]:
@@ -424,8 +424,8 @@ class DecodeEngine:
             relink(self.stepped)
             self.at = addresses(self.model)
         self.live.ended.fill_(True)
-        for x, given in zip(self.marks, marks, strict=True):
-            x.copy_(given)
+        for x, mark in zip(self.marks, marks, strict=True):
+            x.copy_(mark)
 
     def fits(self, rows: int, prompts: int, longest: int, new: int, vocabulary: int) -> bool:
         """Whether the buffers will do."""
@@ -433,12 +433,12 @@ class DecodeEngine:
             return False
         return self.drawn.count >= rows and self.prompts.count >= prompts and self.prompts.columns >= longest
 
-    def set_row_slots(self, shape: DecodeShape, found: RowSlots) -> None:
+    def set_row_slots(self, shape: DecodeShape, slots: RowSlots) -> None:
         """Where rows sit in steps of that shape from now on."""
         if shape not in self.tables:
-            self.tables[shape] = RowSlots(*(x.to(self.live.length.device, copy=True) for x in found[:2]), found.wide)
-        for x, given in zip(self.tables[shape][:2], found[:2], strict=True):
-            x.copy_(given)
+            self.tables[shape] = RowSlots(*(x.to(self.live.length.device, copy=True) for x in slots[:2]), slots.wide)
+        for x, value in zip(self.tables[shape][:2], slots[:2], strict=True):
+            x.copy_(value)
 
     def advance(
         self, shape: DecodeShape, token_sampler: TokenSampler, *, steps: int, long: LongRows | None = None
@@ -461,11 +461,11 @@ class DecodeEngine:
         """Free the buffers, unless steps were captured with them and what else is done there has space beside them."""
         if self.drawn is None:
             return
-        device, held = self.marks.ends.device, self.drawn.bytes + self.prompts.bytes
-        keeps = device.type == "cuda" and held <= self.free_bytes(device)
+        device, size = self.marks.ends.device, self.drawn.bytes + self.prompts.bytes
+        keeps = device.type == "cuda" and size <= self.free_bytes(device)
         if not keeps:
             self.drop()
-        self.kept, self.versions = held * keeps, weight_versions(self.model)
+        self.kept, self.versions = size * keeps, weight_versions(self.model)
 
     def free_bytes(self, device: torch.device) -> float:
         """Bytes that the buffers may hold meanwhile: what the most that was ever allocated leaves, a margin apart.
@@ -599,7 +599,7 @@ def decoding_difference(
     lanes = RowSlots(*(x.to(device) for x in lanes[:2]), lanes.wide)
     with packed_input.without_dropout(model):
         whole = [torch.tensor([text], device=device) for text in texts]
-        wanted = [model(input_ids=ids, use_cache=False).logits[0, -3:] for ids in whole]
+        reference = [model(input_ids=ids, use_cache=False).logits[0, -3:] for ids in whole]
         context, logits = prefill_prompts(model, starts, device)
         context.copy(prompts, torch.arange(2, device=device))
         got = [logits[home.to(device)]]
@@ -609,8 +609,8 @@ def decoding_difference(
             how = {"attended": attend, "split_kv": split_kv}
             context = DecodeAttention(*seen, reach=prompts.columns, columns=t + 1, **how)
             got.append(forward_step(stepped or model, token, (start + t)[:, None], context, 1)[:, -1])
-    wanted = torch.stack(wanted).to(model.get_input_embeddings().weight.dtype)  # which says how close is close
-    return packed_input.too_far_apart("logits", torch.stack(got, 1) - wanted, wanted)
+    reference = torch.stack(reference).to(model.get_input_embeddings().weight.dtype)  # which says how close is close
+    return packed_input.too_far_apart("logits", torch.stack(got, 1) - reference, reference)
 
 
 # -- a head of halves whose logits come in float32

@@ -91,9 +91,9 @@ def forward(model: nn.Module, ids: Tensor, attend: Tensor, position: Tensor, cac
 
 def cache_keyword(model: nn.Module) -> str:
     """What the model's forward calls its cache; of one that takes anything, what this transformers calls it."""
-    taken = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     by_version = CACHES[Version(transformers.__version__) >= RENAMED]
-    return next((name for name in CACHES if name in taken), by_version)
+    return next((name for name in CACHES if name in parameters), by_version)
 
 
 def ends_with_stop(tokens: Tensor, stops: Stops) -> Tensor:

@@ -94,18 +94,18 @@ def projections(model: nn.Module) -> Iterator[tuple[Projections, str | None]]:
     for block in blocks(model):
         for holder in block.modules():
             for names in JOINED:
-                found = Projections(holder, names)
-                if found.layers:
+                group = Projections(holder, names)
+                if group.layers:
                     replaced = "got a module with a forward of its own around them, wanted its class's"
-                    yield found, replaced if id(holder) in own else unjoinable_reason(found)
+                    yield group, replaced if id(holder) in own else unjoinable_reason(group)
 
 
-def unjoinable_reason(found: Projections) -> str | None:
+def unjoinable_reason(group: Projections) -> str | None:
     """Why the projections cannot be one product; None where they can."""
-    layers = found.layers
-    if len(layers) < len(found.names):
-        missing = [name for name in found.names if name not in found.holder._modules]
-        return f"got a {type(found.holder).__name__} without {', '.join(missing)}"
+    layers = group.layers
+    if len(layers) < len(group.names):
+        missing = [name for name in group.names if name not in group.holder._modules]
+        return f"got a {type(group.holder).__name__} without {', '.join(missing)}"
     if odd := {type(layer).__name__ for layer in layers if type(layer) is not nn.Linear}:
         with_adapters = " (adapters)" if any(hasattr(layer, "lora_A") for layer in layers) else ""
         return f"got layers of {', '.join(sorted(odd))}{with_adapters}, wanted torch.nn.Linear"
@@ -124,10 +124,10 @@ def unjoinable_reason(found: Projections) -> str | None:
 def joined_model(model: nn.Module) -> nn.Module:
     """The model for decoding steps: what can be one product is one; the model itself where nothing can."""
     parts = {
-        (id(found.holder), name): module
-        for found, reason in projections(model)
+        (id(group.holder), name): module
+        for group, reason in projections(model)
         if reason is None
-        for name, module in zip(found.names, joined_modules(found.layers), strict=True)
+        for name, module in zip(group.names, joined_modules(group.layers), strict=True)
     }
     inside = {id(block) for block in blocks(model)}
 
@@ -137,11 +137,11 @@ def joined_model(model: nn.Module) -> nn.Module:
         }
         if all(child is module._modules[name] for name, child in children.items()):
             return module
-        made = copy(module)
-        made._modules = children
+        copied = copy(module)
+        copied._modules = children
         if id(module) in inside:
-            vars(made).pop("forward", None)  # compiled or recomputed in training: bound to the block itself
-        return made
+            vars(copied).pop("forward", None)  # compiled or recomputed in training: bound to the block itself
+        return copied
 
     return view(model)
 
@@ -162,8 +162,8 @@ def relink(model: nn.Module) -> None:
 def joining_note(model: nn.Module) -> str:
     """What decoding steps have as one product, and why not the rest: a line."""
     reasons: dict[str, dict[str | None, int]] = {}
-    for found, reason in projections(model):
-        counts = reasons.setdefault(" + ".join(found.names), {})
+    for group, reason in projections(model):
+        counts = reasons.setdefault(" + ".join(group.names), {})
         counts[reason] = counts.get(reason, 0) + 1
     if not reasons:
         return "no projections that could be one product"

@@ -76,8 +76,8 @@ class PrefillAttention(PackedAttention):
         at = self.at.to(slot.device)
         for layer, streams in self.kept.items():
             for x, stream in zip(slots.of(layer, *streams), streams, strict=True):
-                found = stream[0].index_select(1, at.flatten()).unflatten(1, at.shape)  # [H P L D]
-                x[slot, :, : at.shape[1]] = found.transpose(0, 1)
+                entries = stream[0].index_select(1, at.flatten()).unflatten(1, at.shape)  # [H P L D]
+                x[slot, :, : at.shape[1]] = entries.transpose(0, 1)
 
 
 class ChunkAttention:
@@ -173,9 +173,9 @@ def shorter_columns(drawn: Int[Tensor, "n"]) -> int:
     ordered = drawn.sort().values
     longer = torch.arange(len(drawn) - 1, -1, -1)
     cost = len(drawn) * ordered + GATHERED * longer * ordered[-1]
-    found = int(ordered[cost.argmin()])
+    shorter = int(ordered[cost.argmin()])
     whole = len(drawn) * int(ordered[-1])
-    return found if whole - int(cost.min()) > max(SPARED, whole // 4) else int(ordered[-1])
+    return shorter if whole - int(cost.min()) > max(SPARED, whole // 4) else int(ordered[-1])
 
 
 class KVView(NamedTuple):

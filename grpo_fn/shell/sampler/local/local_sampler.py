@@ -69,8 +69,8 @@ class SharedDecoder:
 
     def scan_stops(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], size: int) -> Stops:
         """The stop strings, looked up in the tokenizer's vocabulary once."""
-        now, known = (tokenizer, tuple(stop), size), self.stops
-        if known is None or (known.tokenizer, known.stop, len(known.suspect)) != now:
+        now, stops = (tokenizer, tuple(stop), size), self.stops
+        if stops is None or (stops.tokenizer, stops.stop, len(stops.suspect)) != now:
             self.stops = Stops(tokenizer, stop, size)
         return self.stops
 
@@ -94,7 +94,7 @@ class LocalSampler(SamplerOptions):
 
     model: nn.Module
     check: Callable[[], None] = never_stop  # called every few decode steps; what it raises ends them
-    held: SharedDecoder = field(default_factory=SharedDecoder, repr=False, compare=False)
+    shared: SharedDecoder = field(default_factory=SharedDecoder, repr=False, compare=False)
     ranks: ClassVar[int] = 1  # that have one of it together
     overlaps: ClassVar[bool] = False  # it cannot sample while its device trains
     mixes: ClassVar[bool] = False
@@ -120,13 +120,13 @@ class LocalSampler(SamplerOptions):
 
     def prepare(self) -> None:
         """Choose how rows are decoded, by trials on this device, as the first call would; done once."""
-        with self.held.alone:
-            self.held.decoder(self.model, next(self.model.parameters()).device)
+        with self.shared.alone:
+            self.shared.decoder(self.model, next(self.model.parameters()).device)
 
     def rest(self) -> None:
         """Nothing is held between two calls but the weights, and on CUDA what captured steps need if it is small."""
-        if self.held.engine is not None:
-            self.held.engine.rest()
+        if self.shared.engine is not None:
+            self.shared.engine.rest()
 
     def figures(self) -> dict[str, float]:
         """What environments took and lost since the last call."""
@@ -156,7 +156,7 @@ class LocalSampler(SamplerOptions):
         )
         limit = torch.tensor(limits, dtype=torch.long, device=device).repeat_interleave(group_size)
         u = self._draws(problems, group_size, key.to(device))
-        with self.held.alone:
+        with self.shared.alone:
             decoded = self._decode(prompts, u, limit, self._ended(problems, group_size))
         completions = [row[:n] for row, n in zip(decoded.tokens.tolist(), decoded.length.tolist(), strict=True)]
         drawn = torch.arange(self.max_new_tokens, device=device) < decoded.length[:, None]
@@ -175,8 +175,8 @@ class LocalSampler(SamplerOptions):
             raise ValueError(
                 "episodes: got a model without a limit on positions, wanted sections.Sampling.max_total_tokens"
             )
-        with self.held.alone:
-            if self.held.decoder(self.model, device) is None:
+        with self.shared.alone:
+            if self.shared.decoder(self.model, device) is None:
                 raise ValueError(
                     f"episodes: got {type(self.model).__name__}, which is decoded with a cache that grows, wanted a "
                     "model that is decoded in slots (a warning says why this one is not)"
@@ -207,7 +207,7 @@ class LocalSampler(SamplerOptions):
         Of episodes, the limit is that of their first turns.
         """
         size = self.model.config.get_text_config().vocab_size
-        stops = self.held.scan_stops(self.tokenizer, () if rows else self.stop, size)
+        stops = self.shared.scan_stops(self.tokenizer, () if rows else self.stop, size)
         turn_end = [rows.of.chat.end] if rows else []
         options = DecodeOptions(
             token_sampler=self.token_sampler,
@@ -218,7 +218,7 @@ class LocalSampler(SamplerOptions):
             ended=ended,
             check=self.check,
         )
-        engine = self.held.decoder(self.model, u.device)
+        engine = self.shared.decoder(self.model, u.device)
         if rows is not None:
             batching = TurnBatching(engine, prompts, u, limit, options, rows)
             decoded = batching.run()

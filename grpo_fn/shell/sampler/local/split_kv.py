@@ -32,17 +32,17 @@ torch.library.define(
 SplitKV = Callable[..., Float[Tensor, "n H E"]]
 
 
-def split_kv_attention(*given: Tensor | float | int | None) -> Float[Tensor, "n H E"]:
+def split_kv_attention(*args: Tensor | float | int | None) -> Float[Tensor, "n H E"]:
     """Attention of a step's rows: scores in float32, softmax(cap tanh(q k^T scale / cap)) v."""
-    return torch.ops.grpo_fn.split_kv_attention(*given)
+    return torch.ops.grpo_fn.split_kv_attention(*args)
 
 
 def split_kv_unsupported_reason(device: torch.device) -> str | None:
     """Why decoding steps on the device cannot have the kernel; None where they can."""
     if device.type != "cuda":
         return f"it is for CUDA, and the device is {device.type}"
-    if (found := torch.cuda.get_device_capability(device)) < ARCHITECTURE:
-        return "compute capability {}.{} of the card, wanted {}.{}".format(*found, *ARCHITECTURE)
+    if (capability := torch.cuda.get_device_capability(device)) < ARCHITECTURE:
+        return "compute capability {}.{} of the card, wanted {}.{}".format(*capability, *ARCHITECTURE)
     return kernel_import_problem()
 
 

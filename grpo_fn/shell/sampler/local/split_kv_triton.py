@@ -84,10 +84,10 @@ def queries_of_prompt(
     tile, rest = rest % tiles, rest // tiles
     head, prompt = rest % heads, (rest // heads).to(tl.int64)
     m, d = tile * M + tl.arange(0, M), tl.arange(0, BD)
-    mine = prompt * wide + m // R
+    slot = prompt * wide + m // R
     there = m < wide * R
-    b = tl.load(row + mine, mask=there, other=0)
-    there = there & (tl.load(lane + b, mask=there, other=-1) == mine)  # a free lane names any row
+    b = tl.load(row + slot, mask=there, other=0)
+    there = there & (tl.load(lane + b, mask=there, other=-1) == slot)  # a free lane names any row
     upper = tl.load(start + b, mask=there, other=0)
     first, last = part.to(tl.int64) * SIZE, tl.minimum(part.to(tl.int64) * SIZE + SIZE, tl.max(upper, 0))
     lower = tl.zeros([M], tl.int64)
@@ -173,8 +173,8 @@ def merge_kernel(
         base = tl.where(now == float("-inf"), 0.0, now)
         kept, added = tl.exp(peak - base), tl.exp(its_peak - base)
         total = total * kept + its_total * added
-        found = tl.load(sums + at * E + e, mask=(e < E) & (its_total > 0.0), other=0.0)
-        summed = summed * kept + found * added
+        part_sum = tl.load(sums + at * E + e, mask=(e < E) & (its_total > 0.0), other=0.0)
+        summed = summed * kept + part_sum * added
         peak = now
     tl.store(out + number * E + e, (summed / total).to(out.dtype.element_ty), mask=e < E)
 

@@ -87,16 +87,16 @@ class TurnBatching(ContinuousBatching):
     def leave(self, slot: Int[Tensor, "m"], drawn: Tensor, stopped: Tensor) -> None:
         """A turn of these rows has ended: some wait for their environment, the others' episodes are over."""
         tokens = self.engine.live.tokens[slot.to(self.u.device)].tolist()
-        known = (x[slot].tolist() for x in (self.row, self.begun, drawn, stopped))
-        asked = torch.tensor(
+        fields = (x[slot].tolist() for x in (self.row, self.begun, drawn, stopped))
+        answering = torch.tensor(
             [
                 self.rows.end_turn(b, row[first:end], stopped=by_itself)
-                for b, first, end, by_itself, row in zip(*known, tokens, strict=True)
+                for b, first, end, by_itself, row in zip(*fields, tokens, strict=True)
             ]
         )
-        self.paused[slot[asked]], self.due[slot[asked]] = True, self.steps + (self.rows.of.answer_steps or 0)
+        self.paused[slot[answering]], self.due[slot[answering]] = True, self.steps + (self.rows.of.answer_steps or 0)
         self.shape = None
-        if len(over := slot[~asked]):
+        if len(over := slot[~answering]):
             super().leave(over, drawn, stopped)
 
     def go_on(self, slot: Int[Tensor, "m"]) -> None:
@@ -141,15 +141,15 @@ class TurnBatching(ContinuousBatching):
         u = self.u[row].gather(1, moved)
         tokens, logp = live.tokens[there], live.logp[there]
         place = torch.arange(tokens.shape[1], device=device)
-        taken = (place >= drawn[:, None]) & (place < columns[:, None])
+        observed_place = (place >= drawn[:, None]) & (place < columns[:, None])
         observed = torch.tensor([token for answer in answers for token in answer.observed], dtype=torch.long)
-        tokens.masked_scatter_(taken, observed.to(device))
-        logp.masked_fill_(taken, 0.0)
+        tokens.masked_scatter_(observed_place, observed.to(device))
+        logp.masked_fill_(observed_place, 0.0)
         limit = columns + torch.tensor([answer.most for answer in answers], device=device)
         no = torch.zeros(len(slot), dtype=torch.bool, device=device)
         flags = (no, no.clone(), no.clone())
         next_turn = Live(columns.clone(), start, start + columns, columns.clone(), limit, *flags, u, tokens, logp)
         draw(next_turn, logits, self.options.token_sampler, self.engine.marks)
-        for x, given in zip(live, next_turn, strict=True):
-            x[there] = given
+        for x, value in zip(live, next_turn, strict=True):
+            x[there] = value
         self.begun[slot] = columns.cpu()
