@@ -170,16 +170,9 @@ def given_rollout(
 
 
 def given_rows(rows: Sequence[Demonstration], texts: Sequence[str], *, pad: int, device: torch.device) -> Rollout:
-    """Rows of given tokens as a rollout, padded on the right to the longest; log-probs of 0, as nothing was drawn.
+    """Rows of given tokens as a rollout whose mask is what to learn, padded on the right to the longest.
 
-    Args:
-        rows: at least one.
-        texts: what each says, for people.
-        pad: token of the padding.
-        device: where the tensors go.
-
-    Returns:
-        The rows, whose mask is what to learn.
+    Log-probs are 0, as nothing was drawn; `texts` say what each row says, for people.
     """
     width = max(len(row.tokens) for row in rows)
     short = [width - len(row.tokens) for row in rows]

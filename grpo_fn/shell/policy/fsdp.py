@@ -116,13 +116,8 @@ class FSDPPolicy:
     def split_rows(self, batch: Batch) -> list[Int[Tensor, "b"]]:
         """The rows of micro-batches of `micro_tokens` tokens a device at most, counted as the model reads them.
 
-        Smaller ones where that makes fewer than `min_micro_batches` and there are rows enough for more.
-
-        Args:
-            batch: the rows of one update.
-
-        Returns:
-            Row numbers of each micro-batch; -1 for a row that reads nothing.
+        Smaller ones where that makes fewer than `min_micro_batches` and there are rows enough for more. -1 is a row
+        that reads nothing.
         """
         tokens = self.micro_tokens
         parts = self._parts(self.logprob_model, batch.tokens, batch.mask, tokens)
@@ -200,6 +195,7 @@ class FSDPPolicy:
         else:
             self.scale, self.good_steps = self.loss_scale(scale, self.good_steps, finite)
         if finite:
+            # 1e-6 as torch's clip_grad_norm_ has it; one pass over the gradients for the clip and the loss scale.
             clip_gradients_(params, min(1.0, self.max_grad_norm / (norm + 1e-6)) / scale)
             if self._noted is not None:
                 grads = {name: x.grad for name, x in self.named_tensors().items() if x.grad is not None}

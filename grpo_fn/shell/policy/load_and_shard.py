@@ -169,11 +169,10 @@ class WeightPlace(NamedTuple):
 
 
 def skip_copies(root: nn.Module) -> None:
-    """Have each weight cast in one kernel, and each gradient added to the weight's in one.
+    """Have each weight cast in one kernel, and each gradient added to the weight's in one; in place.
 
-    Args:
-        root: FSDP2 is applied to it on a mesh of one rank, without offload; its weights have storage. Nothing of it has
-            computed yet. Changed in place: parameters keep their names and objects.
+    FSDP2 is applied to `root` on a mesh of one rank, without offload, its weights have storage, and it has not computed
+    yet. Parameters keep their names and objects.
     """
     for parameter in root.parameters():
         _cast_when_gathered(parameter._local_tensor)

@@ -256,11 +256,7 @@ def device_memory(
 
 
 def head_dimensions(config: PretrainedConfig) -> tuple[int, int]:
-    """Rows and columns of a model's head.
-
-    Args:
-        config: of the model.
-    """
+    """Rows and columns of a model's head."""
     text = config.get_text_config()
     return text.vocab_size, text.hidden_size
 

@@ -109,6 +109,7 @@ def shard(root: nn.Module, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtyp
     layers = blocks(model)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=how.reshard_after_forward, **knobs)
+    # The root has embedding, last norm and head, which end the forward pass and begin the backward pass: they stay.
     fully_shard(root, reshard_after_forward=False, **knobs)
     for module in root.modules():
         if isinstance(module, FSDPModule):

@@ -80,16 +80,9 @@ class VllmTeacher:
             self._run(lambda server: _check(server, name, self.max_model_len, tokenizer, vocabulary), only=i)
 
     def logp(self, rollout: Rollout) -> Float[Tensor, "B T"]:
-        """Log-probs of a rollout's sampled tokens.
+        """Log-probs of a rollout's sampled tokens in nats; 0 where nothing was sampled.
 
-        Args:
-            rollout: B rows.
-
-        Returns:
-            Log-probs in nats, [B, T]; 0 where nothing was sampled.
-
-        Raises:
-            RuntimeError: no server has answered for `server_timeout` seconds, or one refuses a row.
+        Raises RuntimeError when no server has answered for `server_timeout` seconds, or one refuses a row.
         """
         rows = [tokens[:n] for tokens, n in zip(rollout.tokens.tolist(), lengths(rollout.mask).tolist(), strict=True)]
         answers = self._run(*[lambda server, row=row: server.prompt_logp(row) for row in rows])

@@ -114,7 +114,7 @@ class GraphCache:
     def __call__(self, shape: Hashable, step: Step, state: Sequence[Tensor], *, times: int) -> None:
         """Run the step so many times, which is one use; its inputs are in `state` at a capture and at every replay."""
         if shape in self.used and shape not in self.replays:
-            before = [x.clone() for x in state]
+            before = [x.clone() for x in state]  # warm-ups and capture draw tokens: that is taken back
             self.replays[shape] = step if self.refused else self.capture_graph(step)
             for x, was in zip(state, before, strict=True):
                 x.copy_(was)

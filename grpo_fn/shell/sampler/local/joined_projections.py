@@ -82,11 +82,7 @@ def joined_parameters(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def projections(model: nn.Module) -> Iterator[tuple[Projections, str | None]]:
-    """The projections of every block, with the reason why they cannot be one product; None where they can.
-
-    Args:
-        model: a causal language model of Hugging Face; on the meta device, too.
-    """
+    """The projections of every block, with the reason why they cannot be one product; None where they can."""
     inside, own = {id(block) for block in blocks(model)}, set()
     for module in model.modules():
         if "forward" in vars(module) and id(module) not in inside:  # a block's is replaced by ours: `blocks.py`
