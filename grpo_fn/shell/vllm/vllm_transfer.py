@@ -1,7 +1,7 @@
 """How weights get from the trainer to vLLM servers: through files, or through NCCL.
 
-Both send chunk by chunk: the server learns of each by /update_weights and has loaded it before the next one is gathered,
-so that neither side holds the model a second time. `worker_extension` is the other end.
+Both send chunk by chunk: the server learns of each by /update_weights and has loaded it before the next one is
+gathered, so that neither side holds the model a second time. `worker_extension` is the other end.
 """
 
 import hashlib
