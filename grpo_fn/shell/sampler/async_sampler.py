@@ -30,7 +30,7 @@ from grpo_fn.core.batch import pack_rollout, unpack_rollout
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Policy, Rollout
 from grpo_fn.shell.background_worker import BackgroundWorker
-from grpo_fn.shell.sampler.interface import DataParallelSampler, engine_share, gather_rollouts
+from grpo_fn.shell.sampler.interface import DataParallelSampler, EngineSampler, engine_share, gather_rollouts
 from grpo_fn.shell.world import World
 
 # -- a batch that a thread samples
@@ -42,12 +42,12 @@ Draw = Callable[[], Rollout | None]
 class RequestKey(NamedTuple):
     """What was asked for. Equal requests under equal weights bring equal completions."""
 
-    asked: tuple[tuple[int, str], ...]  # uid and prompt of every problem
+    problems: tuple[tuple[int, str], ...]  # uid and prompt of each
     group_size: int
     key: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"problems {self.asked[0][0]} to {self.asked[-1][0]}, {self.group_size} completions each"
+        return f"problems {self.problems[0][0]} to {self.problems[-1][0]}, {self.group_size} completions each"
 
 
 @dataclass
@@ -62,24 +62,24 @@ class PendingBatch:
 
 
 def request_key(problems: Sequence[Problem], group_size: int, key: Tensor) -> RequestKey:
-    """What is asked for."""
+    """The request for these problems."""
     return RequestKey(tuple((p.uid, p.prompt) for p in problems), group_size, tuple(key.tolist()))
 
 
-def start_sampling(asked: RequestKey, version: int, draw: Draw, device: torch.device) -> PendingBatch:
+def start_sampling(request: RequestKey, version: int, draw: Draw, device: torch.device) -> PendingBatch:
     """Call `draw` in a thread of its own, which ends with it; what it raises is kept in `part`."""
     worker = BackgroundWorker("ahead", timeout=None)
-    part = worker.submit(_draw_on, device, draw, what=f"sampling {asked}")
+    part = worker.submit(_draw_on, device, draw, what=f"sampling {request}")
     worker.shutdown(wait=False)
-    return PendingBatch(asked, version, part, worker, None)
+    return PendingBatch(request, version, part, worker, None)
 
 
-def pack_batch(asked: RequestKey, age: int, rollout: Rollout) -> dict[str, Any]:
+def pack_batch(request: RequestKey, age: int, rollout: Rollout) -> dict[str, Any]:
     """A whole batch, `age` versions after it was begun, as containers of numbers, strings and tensors."""
     return {
-        "asked": [[uid, prompt] for uid, prompt in asked.asked],
-        "group_size": asked.group_size,
-        "key": [*asked.key],
+        "asked": [[uid, prompt] for uid, prompt in request.problems],  # the name that checkpoints have
+        "group_size": request.group_size,
+        "key": [*request.key],
         "age": age,
         "rollout": pack_rollout(rollout),
     }
@@ -87,9 +87,10 @@ def pack_batch(asked: RequestKey, age: int, rollout: Rollout) -> dict[str, Any]:
 
 def unpack_batch(batch: Mapping[str, Any], version: int, device: torch.device) -> PendingBatch:
     """The inverse of `pack_batch`, under weights that count as `version`."""
-    asked = RequestKey(tuple((uid, prompt) for uid, prompt in batch["asked"]), batch["group_size"], tuple(batch["key"]))
+    problems = tuple((uid, prompt) for uid, prompt in batch["asked"])
+    request = RequestKey(problems, batch["group_size"], tuple(batch["key"]))
     fields = tree_map_only(Tensor, lambda x: x.to(device), batch["rollout"])
-    return PendingBatch(asked, version - batch["age"], None, None, unpack_rollout(fields))
+    return PendingBatch(request, version - batch["age"], None, None, unpack_rollout(fields))
 
 
 def _draw_on(device: torch.device, draw: Draw) -> Rollout | None:
@@ -103,7 +104,7 @@ COMPLAINTS = 8  # kept until they are logged
 Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
 
 
-def check_staleness(max_staleness: int, sampler: Any) -> None:
+def check_staleness(max_staleness: int, sampler: EngineSampler) -> None:
     """Raise ValueError unless it is an integer from 0, and 0 where the sampler cannot sample during training."""
     if type(max_staleness) is not int or max_staleness < 0:
         raise ValueError(f"max_staleness: got {max_staleness!r}, wanted 0 or a positive integer")
@@ -140,7 +141,7 @@ class AsyncSampler:
         self._waited = 0.0
 
     @property
-    def sampler(self) -> Any:
+    def sampler(self) -> EngineSampler:
         """Of this rank."""
         return self.spread.sampler
 
@@ -238,15 +239,15 @@ class AsyncSampler:
 
     def _line_up(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> None:
         """See to it that this batch stands first in the queue, and the next ones of the stream behind it."""
-        asked = request_key(problems, group_size, key)
-        if self._queue and (head := self._queue[0].request) != asked:
-            how = ", with other prompts or another key" if str(head) == str(asked) else ""
-            self._complain(f"dropped {len(self._queue)} batches sampled ahead: got {asked}{how}, wanted {head}")
+        request = request_key(problems, group_size, key)
+        if self._queue and (head := self._queue[0].request) != request:
+            how = ", with other prompts or another key" if str(head) == str(request) else ""
+            self._complain(f"dropped {len(self._queue)} batches sampled ahead: got {request}{how}, wanted {head}")
             self._queue.clear()
         if not self._queue:
             self._queue.append(self._start(problems, group_size, key))
         while len(self._queue) <= self.max_staleness:
-            last, _ = self._queue[-1].request.asked[-1]
+            last, _ = self._queue[-1].request.problems[-1]
             self._queue.append(self._start(self.stream(last + 1, len(problems)), group_size, key))
 
     def _start(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> PendingBatch:

@@ -326,12 +326,12 @@ def rank_share(items: int, rank: int, size: int) -> slice:
     return slice(items * rank // size, items * (rank + 1) // size)
 
 
-def engine_share(items: Sequence[T], sampler: Any, world: World) -> Sequence[T]:
+def engine_share(items: Sequence[T], sampler: EngineSampler, world: World) -> Sequence[T]:
     """The items that this rank's engine works on; `sampler.ranks` neighbours have one engine together."""
     return items[rank_share(len(items), world.rank // sampler.ranks, world.size // sampler.ranks)]
 
 
-def gather_rollouts(rollout: Rollout | None, sampler: Any, world: World) -> Rollout:
+def gather_rollouts(rollout: Rollout | None, sampler: EngineSampler, world: World) -> Rollout:
     """The rollouts of all engines, one after another; every rank brings that of its own."""
     speaks = world.rank % sampler.ranks == 0
     parts = world.exchange(rollout if speaks else None, what="the others' completions")
@@ -346,7 +346,7 @@ class DataParallelSampler:
     after every `load` whether sampler and policy agree; what it finds is among the figures.
     """
 
-    sampler: Any
+    sampler: EngineSampler
     world: World
     probe: Callable[["DataParallelSampler", Policy], dict[str, float]] | None = None
     _probe_figures: dict[str, float] = field(default_factory=dict, repr=False, compare=False)

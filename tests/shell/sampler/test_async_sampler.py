@@ -141,6 +141,8 @@ class Engine:
     repeatable: bool = True
     ranks: int = 1
     number: int = -1
+    max_rows: int = 64
+    complaints: list[str] = field(default_factory=list)
     log: list[tuple[Any, ...]] = field(default_factory=list)
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: torch.Tensor) -> Rollout:
@@ -155,6 +157,9 @@ class Engine:
 
     def rest(self) -> None:
         self.log.append(("rest",))
+
+    def for_evaluation(self, token_sampler: Any, check: Callable[[], None] | None = None) -> "Engine":
+        return self
 
     def figures(self) -> dict[str, float]:
         return {"engine/number": float(self.number)}
@@ -360,11 +365,17 @@ def test_without_staleness_there_is_nothing_to_drain():
 
 
 class Table(TableSampler):
-    overlaps, mixes, repeatable, ranks = True, False, True, 1
+    overlaps, mixes, repeatable, ranks, max_rows = True, False, True, 1, 64
     complaints: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, float]:
         return {}
+
+    def for_evaluation(self, token_sampler: Any, check: Callable[[], None] | None = None) -> "Table":
+        return self
+
+    def close(self) -> None:
+        pass
 
 
 class Trained(NamedTuple):
