@@ -46,7 +46,6 @@ def scale(strategy: str) -> Parallelism:
         reshard_after_forward=reshard,
         offload=False,
         offload_reference=False,
-        prefetch=1,
         activation_checkpointing=blocks.no_checkpointing,
         compile=blocks.eager,
         collective_timeout=60.0,

@@ -416,7 +416,6 @@ def scale(replicate: int | str, shard: int | str, tensor: int) -> Parallelism:
         reshard_after_forward=True,
         offload=False,
         offload_reference=False,
-        prefetch=1,
         activation_checkpointing=blocks.no_checkpointing,
         compile=blocks.eager,
         collective_timeout=1.0,

@@ -79,7 +79,7 @@ def objective(beta: float, entropy_bonus: float) -> Callable[..., Any]:
 def scale(**changed: Any) -> Parallelism:
     """One device, nothing saved; `changed` are fields of Parallelism."""
     usual = {
-        **{"dp_replicate": 1, "dp_shard": "rest", "tp": 1, "reshard_after_forward": False, "prefetch": 1},
+        **{"dp_replicate": 1, "dp_shard": "rest", "tp": 1, "reshard_after_forward": False},
         **{"offload": False, "offload_reference": False, "collective_timeout": 60.0},
         **{"activation_checkpointing": blocks.no_checkpointing, "compile": blocks.eager},
     }

@@ -22,7 +22,7 @@ from grpo_fn.shell.model import load_weights, lora
 from grpo_fn.shell.model.attention import SCORES_IN_MEMORY
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.policy import tensor_parallel
-from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.shell.policy.mesh import PREFETCH, Parallelism
 
 GB = 1e9
 WIDE = 4  # bytes of what trains, of its gradients, and of what is reduced over ranks: float32
@@ -50,7 +50,6 @@ class Arrangement(NamedTuple):
     width: int  # bytes of a number in the dtype that is computed in
     gathers: bool  # weights are gathered to compute: FSDP2; else they lie whole, in that dtype, where they train
     reshard_after_forward: bool
-    prefetch: int
     offload: bool
     offload_reference: bool
     reference: bool  # there is a second, frozen copy
@@ -118,7 +117,7 @@ def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: A
     Kept: weights that train in float32, frozen ones in the dtype of the computation, each device its part; of what
     trains the gradients in float32 and the `moments`, in bytes as the optimizer has them. Gathered: the root, which
     stays, and the blocks: all of them unless they are given back after the forward pass, else the largest and
-    `prefetch` more like it. Gathered gradients are those of a block or the root, also in float32; on one device those
+    PREFETCH more like it. Gathered gradients are those of a block or the root, also in float32; on one device those
     of one weight, which are added up where they arise. A local sampler beside gathered weights has a whole copy of its
     own.
     """
@@ -154,7 +153,7 @@ def peak_gathered(weights: Sequence[Weight], how: Arrangement) -> int:
     """Numbers that lie gathered at once, at their most."""
     blocks = sizes_by_block(weights)
     root = blocks.pop(None, 0)
-    at_once = 1 + how.prefetch if how.reshard_after_forward else len(blocks)
+    at_once = 1 + PREFETCH if how.reshard_after_forward else len(blocks)
     return root + sum(sorted(blocks.values(), reverse=True)[:at_once])
 
 
@@ -228,7 +227,6 @@ def device_memory(
         width=dtype.itemsize,
         gathers=gathers,
         reshard_after_forward=scale.reshard_after_forward,
-        prefetch=scale.prefetch,
         offload=scale.offload,
         offload_reference=scale.offload_reference,
         reference=reference and adapters is None,

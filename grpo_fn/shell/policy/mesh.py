@@ -17,6 +17,7 @@ from grpo_fn.shell.world import World, backend_timeout
 
 REST, HOST = "rest", "host"
 DATA = ("replicate", "shard")
+PREFETCH = 1  # blocks whose weights are gathered ahead of the one that computes: its time hides the gather of one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,6 @@ class Parallelism:
     reshard_after_forward: bool  # False keeps gathered weights from forward to backward: faster, more memory
     offload: bool  # parameters, gradients and optimizer state on the host, moved to the device when needed
     offload_reference: bool  # the frozen copy, where there is one, on the host
-    prefetch: int  # blocks whose weights are gathered ahead of the one that computes
     activation_checkpointing: Callable[[nn.Module], None]  # what of a block's forward is kept for its backward
     compile: Callable[[nn.Module], None]  # how a block is run: eager, compiled, or by device
     collective_timeout: float  # seconds that a rank waits for the others
@@ -116,6 +116,6 @@ def shard(root: nn.Module, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtyp
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     for i, layer in enumerate(layers):  # the next blocks' weights are gathered while one computes
-        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + how.prefetch])
-        layer.set_modules_to_backward_prefetch(layers[max(0, i - how.prefetch) : i][::-1])
+        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + PREFETCH])
+        layer.set_modules_to_backward_prefetch(layers[max(0, i - PREFETCH) : i][::-1])
     return root

@@ -62,6 +62,16 @@ class SamplerOptions:
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop: got {self.stop!r}, wanted a tuple of strings that are not empty")
 
+    def begin_episodes(
+        self, problems: Sequence[Problem], group_size: int, key: Tensor, context: int | None
+    ) -> EpisodeRows:
+        """G episodes of every problem. Raises ValueError for an opening that leaves no token of the `context`."""
+        limit = self.max_new_tokens
+        rows = self.environments.begin(problems, group_size, key=key, max_tokens=limit, context=context)
+        one_token = {"max_new_tokens": 1, "max_total_tokens": self.max_total_tokens, "positions": context}
+        completion_limits(problems, rows.prompts, **one_token)
+        return rows
+
 
 class GenerationRequest(NamedTuple):
     """A prompt, and a seed below 2^31 for each completion of it that is wanted."""
@@ -310,9 +320,9 @@ def assemble_episodes(
     )
 
 
-def context_limit(max_total_tokens: int | None, positions: int | None) -> int | None:
-    """Most tokens of a row, all that is in it together; None without a limit."""
-    return min((n for n in (max_total_tokens, positions) if n is not None), default=None)
+def smallest_limit(*limits: int | None) -> int | None:
+    """The smallest; None without any."""
+    return min((n for n in limits if n is not None), default=None)
 
 
 # -- sampling and scoring spread over the ranks: each rank does its share of the rows and gets all results

@@ -26,7 +26,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import sample_keys
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
-from grpo_fn.shell.episodes.episode_rows import Environments, EpisodeRows
+from grpo_fn.shell.episodes.episode_rows import EpisodeRows
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.interface import (
@@ -41,11 +41,11 @@ from grpo_fn.shell.sampler.interface import (
     assemble_episodes,
     completion_limits,
     completion_of_row,
-    context_limit,
     ignore_completion,
     never_stop,
     positions,
     rank_share,
+    smallest_limit,
 )
 from grpo_fn.shell.sampler.weight_export import FixedWeights, export_weights
 from grpo_fn.shell.vllm.colocated import ColocatedEngine
@@ -370,14 +370,14 @@ class VllmSampler(SamplerOptions):
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""
         if self.environments is not None:
-            return self._sample_episodes(self.environments, problems, group_size, key)
+            return self._sample_episodes(problems, group_size, key)
         prompts = [self.encode(self.tokenizer, problem.prompt) for problem in problems]
         limits = completion_limits(
             problems,
             prompts,
             max_new_tokens=self.max_new_tokens,
             max_total_tokens=self.max_total_tokens,
-            positions=min(filter(None, (positions(self.context.config), self.max_model_len)), default=None),
+            positions=smallest_limit(positions(self.context.config), self.max_model_len),
         )
         seeds = row_seeds(key, [problem.uid for problem in problems], group_size)
         asks = [GenerationRequest(tuple(ids), *of_each) for ids, *of_each in zip(prompts, seeds, limits, strict=True)]
@@ -394,22 +394,19 @@ class VllmSampler(SamplerOptions):
             torch.tensor([answer.stopped for answer in answers], device=device),
         )
 
-    def _sample_episodes(self, of: Environments, problems: Sequence[Problem], group_size: int, key: Tensor) -> Rollout:
+    def _sample_episodes(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> Rollout:
         """G episodes of every problem; each turn of row p * G + g has a seed of its own."""
-        most = min(filter(None, (positions(self.context.config), self.max_model_len)), default=None)
-        context = context_limit(self.max_total_tokens, most)
-        rows = of.begin(problems, group_size, key=key, max_tokens=self.max_new_tokens, context=context)
-        of_one = {"max_new_tokens": 1, "max_total_tokens": self.max_total_tokens, "positions": context}
-        completion_limits(problems, rows.prompts, **of_one)  # every opening leaves a token
+        context = smallest_limit(self.max_total_tokens, positions(self.context.config), self.max_model_len)
+        rows = self.begin_episodes(problems, group_size, key, context)
 
         def ended(b: int) -> None:
             if self.on_completion is not None and b in self._own(len(rows.rows)):
                 self.on_completion(problems[b // group_size], rows.completion(b))
 
-        how = {**self._how(), "stop_token_ids": [*self.ends, of.chat.end]}
+        how = {**self._how(), "stop_token_ids": [*self.ends, self.environments.chat.end]}
         episodes = EngineEpisodes(self.engine, rows, sample_keys(key, problems, group_size), how=how, ended=ended)
         episodes.run(self.max_rows)
-        of.caller.count("time/environment_wait", episodes.waited)
+        self.environments.caller.count("time/environment_wait", episodes.waited)
         logp = torch.tensor([x for row in episodes.logp for x in row], device=self.context.world.device)
         return assemble_episodes(rows, episodes.tokens, logp, self.tokenizer)
 

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from grpo_fn.shell.model import blocks, logprob_model, lora
 from grpo_fn.shell.policy import memory_estimate, optimizer
 from grpo_fn.shell.policy.memory_estimate import Arrangement, Memory, Passing, per_device
+from grpo_fn.shell.policy.mesh import PREFETCH
 from grpo_fn.shell.world import alone
 
 NOTHING = Passing(0, 0, 0)
@@ -50,7 +51,7 @@ def test_weights_gradients_and_moments_are_what_is_allocated(folder, allocated, 
         memory_estimate.meta_model(AutoConfig.from_pretrained(folder), adapters, "sdpa"), shard, 1
     )
     moments = memory_estimate.moment_bytes(rank.ADAMW, parts)
-    how = Arrangement(dtype.itemsize, size > 1, True, 1, False, False, False)
+    how = Arrangement(dtype.itemsize, size > 1, True, False, False, False)
     said = per_device([w for w, _ in parts], moments, NOTHING, how)
     standing, training = ({part.name: part.bytes for part in phase} for phase in (said.standing, said.training))
     got = [each[rank.WAYS.index(way)] for each in allocated[size]]
@@ -302,9 +303,9 @@ weight = st.builds(
 )
 
 
-@given(st.lists(weight, min_size=1), st.integers(0, 99), st.integers(0, 3), st.booleans(), st.booleans())
-def test_what_saves_memory_never_costs_any(weights, moments, prefetch, reference, offload):
-    usual = Arrangement(2, True, True, prefetch, False, False, reference)
+@given(st.lists(weight, min_size=1), st.integers(0, 99), st.booleans())
+def test_what_saves_memory_never_costs_any(weights, moments, reference):
+    usual = Arrangement(2, True, True, False, False, reference)
     said = per_device(weights, moments, Passing(3, 5, 7), usual)
     free = per_device(weights, moments, Passing(3, 5, 7), usual._replace(offload=True, offload_reference=True))
     held = per_device(weights, moments, Passing(3, 5, 7), usual._replace(reshard_after_forward=False))
@@ -323,10 +324,10 @@ def test_what_saves_memory_never_costs_any(weights, moments, prefetch, reference
     assert alone.peak() == kept + moments
 
 
-@given(st.lists(weight, min_size=1), st.integers(0, 3))
-def test_gathered_are_the_root_and_the_largest_blocks(weights, prefetch):
+@given(st.lists(weight, min_size=1))
+def test_gathered_are_the_root_and_the_largest_blocks(weights):
     sizes = [sum(w.whole for w in weights if w.block == i) for i in range(3)]
     root = sum(w.whole for w in weights if w.block is None)
-    how = Arrangement(2, True, True, prefetch, False, False, False)
-    assert memory_estimate.peak_gathered(weights, how) == root + sum(sorted(sizes)[::-1][: 1 + prefetch])
+    how = Arrangement(2, True, True, False, False, False)
+    assert memory_estimate.peak_gathered(weights, how) == root + sum(sorted(sizes)[::-1][: 1 + PREFETCH])
     assert memory_estimate.peak_gathered(weights, how._replace(reshard_after_forward=False)) == root + sum(sizes)

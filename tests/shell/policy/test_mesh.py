@@ -19,7 +19,7 @@ KNOBS = {
         "offload": False,
         "offload_reference": False,
     },
-    **{"prefetch": 1, "activation_checkpointing": no_checkpointing, "collective_timeout": 60.0},
+    **{"activation_checkpointing": no_checkpointing, "collective_timeout": 60.0},
 }
 
 

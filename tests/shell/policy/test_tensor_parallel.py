@@ -125,7 +125,6 @@ def scale_of(case: Case) -> Meshed:
         reshard_after_forward=True,
         offload=case.offload,
         offload_reference=case.offload,
-        prefetch=1,
         activation_checkpointing=ACTIVATIONS[case.activations],
         compile=blocks.eager,
         collective_timeout=60.0,

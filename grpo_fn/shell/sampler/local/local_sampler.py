@@ -15,7 +15,7 @@ from grpo_fn.core import prng, sampling
 from grpo_fn.core.batch import sample_keys
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
-from grpo_fn.shell.episodes.episode_rows import Environments, EpisodeRows
+from grpo_fn.shell.episodes.episode_rows import EpisodeRows
 from grpo_fn.shell.model.hf import stop_ids
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.interface import (
@@ -26,9 +26,9 @@ from grpo_fn.shell.sampler.interface import (
     assemble_episodes,
     completion_limits,
     completion_of_row,
-    context_limit,
     never_stop,
     positions,
+    smallest_limit,
 )
 from grpo_fn.shell.sampler.local import hf_cache_decode
 from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, DecodedRows, DecodeOptions, Ended
@@ -144,7 +144,7 @@ class LocalSampler(SamplerOptions):
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g draws from fold_in(key, uid, g) and from nothing else."""
         if self.environments is not None:
-            return self._sample_episodes(self.environments, problems, group_size, key)
+            return self._sample_episodes(problems, group_size, key)
         device = next(self.model.parameters()).device
         prompts = [self.encode(self.tokenizer, problem.prompt) for problem in problems]
         limits = completion_limits(
@@ -167,10 +167,10 @@ class LocalSampler(SamplerOptions):
         keys, dtype = sample_keys(key, problems, group_size), sampling.uniform_dtype(self.token_sampler)
         return prng.uniform(keys, self.max_new_tokens, low=0.0, high=1.0, dtype=dtype).double()
 
-    def _sample_episodes(self, of: Environments, problems: Sequence[Problem], group_size: int, key: Tensor) -> Rollout:
+    def _sample_episodes(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> Rollout:
         """G episodes of every problem, in slots that hold all that stands behind an opening."""
         device = next(self.model.parameters()).device
-        context = context_limit(self.max_total_tokens, positions(self.model.config))
+        context = smallest_limit(self.max_total_tokens, positions(self.model.config))
         if context is None:
             raise ValueError(
                 "episodes: got a model without a limit on positions, wanted sections.Sampling.max_total_tokens"
@@ -181,9 +181,7 @@ class LocalSampler(SamplerOptions):
                     f"episodes: got {type(self.model).__name__}, which is decoded with a cache that grows, wanted a "
                     "model that is decoded in slots (a warning says why this one is not)"
                 )
-            rows = of.begin(problems, group_size, key=key, max_tokens=self.max_new_tokens, context=context)
-            of_one = {"max_new_tokens": 1, "max_total_tokens": self.max_total_tokens, "positions": context}
-            completion_limits(problems, rows.prompts, **of_one)  # every opening leaves a token
+            rows = self.begin_episodes(problems, group_size, key, context)
             u, width = self._draws(problems, group_size, key.to(device)), context - 1
             u = pad(u, (0, max(0, width - u.shape[1])))[:, :width].contiguous()
             most = torch.tensor([rows.most(b) for b in range(len(u))], device=device)
