@@ -30,13 +30,11 @@ TOOLS = {
     "tools/tables/preset_table.py": ["--presets", "grpo", "--seeds", "0", "--gin_param", "STEPS=2"],
     "tools/sweep": [],
     "tools/tables/curriculum_table.py": ["--table_only"],
-    "tools/bench/bench_rewards.py": ["--rows", "1"],
-    "tools/bench/bench_samplers.py": ["--prompts", "2", "--group_size", "2", "--new_tokens", "4", "--repeats", "1"],
     "experiments/vmap_sweep/idea.py": ["--policies", "2", "--rows", "2", "--repeats", "1"],
 }
 # Tools whose work is not for here: their own parser reads the flags.
 PARSED = {
-    "tools/bench": "measures for minutes, on ranks of its own; tests/tools/test_bench.py runs it",
+    "tools/bench": "measures for minutes, some of it in programs of its own; tests/tools/test_bench.py runs it",
     "tools/device_check": "wants a GPU; a test of its own runs its small form",
     "tools/import_config/compare_trl.py": "wants TRL's environment; tests/tools/test_compare_trl.py runs it",
     "tools/tables/distillation_table.py": "wants finished runs; tests/tools/test_distillation_table.py runs it",

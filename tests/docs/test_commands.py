@@ -26,7 +26,6 @@ SLOW = {
     "python tools/tables/coupling_table.py": "5 s; tests/analysis/test_coupling.py holds its tables against the page",
     "python tools/tables/variance_table.py": "23 s; tests/algo/test_variance.py holds its tables against the page",
     "OMP_NUM_THREADS=1 python experiments/vmap_sweep/idea.py --repeats 5": "6 s",
-    "OMP_NUM_THREADS=1 python tools/bench/bench_rewards.py --data DIR --rows 600": "6 s",
 }
 
 

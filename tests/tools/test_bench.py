@@ -1,6 +1,5 @@
 """The benches run, at a size at which their figures mean nothing."""
 
-import argparse
 import json
 import re
 import sys
@@ -11,19 +10,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import bench
-import bench_rank
-import bench_ranks
+import bench_calculator
+import bench_growth
 import bench_sides
 import bench_trl
 import bench_trl_side
 import bench_work
 import pytest
-from crew import crew
+from bench_growth import Point
+from bench_sides import Measured
 from e2e.running import finish
 from hypothesis import given
 from hypothesis import strategies as st
 
-USED = bench_sides.Used(peak=3e9, before=1e9, processor=12.0)
+from grpo_fn.core.json_lines import json_rows
+
+PEAK = 3e9
 CELLS = Callable[..., list[list[str]]]
 
 
@@ -39,76 +41,49 @@ def printed(capsys: pytest.CaptureFixture[str]) -> CELLS:
     return cells
 
 
-def test_scaling_has_a_row_for_each_number_of_ranks(printed: CELLS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks are started as ever; one is there already."""
-    start = bench_ranks.started
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our program is forked from the server that has everything imported."""
 
-    def started(args: argparse.Namespace, ranks: int, model: Path, out: Path) -> dict[str, Any]:
-        if ranks > 1:
-            return start(args, ranks, model, out)
-        args.model = model
-        (found,) = crew(ranks).run(bench_rank.scaling, args)
-        return found
+    def watched(command: list[str], folder: Path, *, threads: int, deadline: float) -> float:
+        assert command[:3] == [sys.executable, "-m", "grpo_fn.run"]
+        assert finish(command[3:], folder / "log.txt", seconds=deadline) == 0, (folder / "log.txt").read_text()
+        return PEAK
 
-    monkeypatch.setattr(bench_ranks, "started", started)
-    one, two = printed("scaling", "--size", "tiny", "--steps", "1", "--ranks", "1,2")
-    assert [one[0], two[0]] == ["1", "2"]
-    assert one[1].endswith("(1.00x)")
-    assert one[3] == "0%"
-    assert re.fullmatch(r"\d+%", two[3])
-    assert int(two[3][:-1]) > 0, "two ranks have something to exchange"
-
-
-@pytest.mark.slow
-def test_a_checkpoint_costs_a_step_something(printed: CELLS) -> None:
-    ((ranks, _, plain, waiting, beside, lost),) = printed("checkpoint", "--size", "tiny", "--steps", "1")
-    assert ranks == "1"
-    assert plain.endswith(" s")
-    assert waiting.endswith("x)")
-    assert beside.endswith("x)")
-    assert re.fullmatch(r"-?\d+%", lost)
+    monkeypatch.setattr(bench_sides, "watched", watched)
 
 
 # -- against TRL
 
 
-class Callback:
-    """As much of a trainer's callback as the side script needs."""
-
-
-def noted(path: Path, seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def noted(seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     """What TRL's side writes when its steps take so long, by the code that runs there."""
-    ends = iter([5.0, *accumulate(seconds, initial=5.0)][1:])
+    ends = accumulate(seconds, initial=5.0)
     monkeypatch.setattr(bench_trl_side, "time", SimpleNamespace(perf_counter=lambda: next(ends)))
-    seen = bench_trl_side.noting(Callback)(path)
-    seen.on_train_begin(None, None, None)
-    assert json.loads(path.read_text()) == bench_trl_side.BEGUN
+    clock = bench_trl_side.step_clock(object)
+    clock.on_train_begin(None, None, None)
     for _ in seconds:
-        seen.on_step_end(None, None, None)
+        clock.on_step_end(None, None, None)
     logged = [{"loss": 0.0, "completions/mean_length": float(n + 1)} for n in range(len(seconds))]
-    return bench_trl_side.record(seen.ends, [*logged, {"train_runtime": 1.0}], 8, {"trl": "1.16.0"})
+    return bench_trl_side.record(clock.ends, [*logged, {"train_runtime": 1.0}], 8)
 
 
-def test_what_trls_side_writes_is_what_the_table_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = json.loads(json.dumps(noted(tmp_path / "out.json", [9.0, 2.0, 4.0, 3.0], monkeypatch)))
-    theirs = bench_sides.of_trl(record, 1, USED)
-    assert theirs.seconds == [2.0, 4.0, 3.0]
-    assert theirs.length == [2.0, 3.0, 4.0]
+def test_what_trls_side_writes_is_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = Measured(json.loads(json.dumps(noted([2.0, 4.0, 3.0], monkeypatch))), PEAK, {})
+    assert theirs.of("seconds") == [2.0, 4.0, 3.0]
+    assert theirs.of("length") == [1.0, 2.0, 3.0]
     assert theirs.rate() == 8 / 3
-    assert theirs.processor == 12.0 / 4
-    ours = theirs._replace(
-        seconds=[1.0, 1.0, 1.0], used=bench_sides.Used(1e9, 0.5e9, 1.0), phases={"time/train": [0.5] * 3}
-    )
-    lines = [*bench_trl.against(bench_trl.BARS["small"], ours, theirs), *bench_trl.phases(ours)]
+    faster = [{**step, "seconds": 1.0, "time/train": 0.5} for step in theirs.steps]
+    ours = bench_sides.together([Measured(faster[:2], 1e9, {}), Measured(faster[2:], 0.5e9, {})])
+    lines = [*bench_trl.against(bench_work.SCALES["small"], ours, theirs), *bench_trl.phases(ours)]
     assert "| completions per second, median step | 8.0 | 2.7 | 3.00x | at least 3.0x |" in lines
     assert "| peak memory, GB | 1.00 | 3.00 | 0.33x | at most 0.33x |" in lines
-    assert "| of which above what it held before the first step, GB | 0.50 | 2.00 | 0.25x |  |" in lines
     assert "| share of a step | 50% |" in lines
 
 
 def test_a_step_whose_length_trl_did_not_log_is_refused() -> None:
     with pytest.raises(ValueError, match="got lengths of 1 steps, wanted those of 2"):
-        bench_trl_side.record([0.0, 1.0, 2.0], [{"completions/mean_length": 3.0}], 8, {})
+        bench_trl_side.record([0.0, 1.0, 2.0], [{"completions/mean_length": 3.0}], 8)
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=6), st.integers(0, 1))
@@ -117,31 +92,26 @@ def test_the_evaluation_that_ends_a_run_of_ours_is_in_no_step(seconds: list[floa
         {"time/total": s, "time/train": s / 2, "generation/rows": 8.0, "generation/tokens": 16.0}
         for s in [1.0, *seconds]
     ]
-    plain = bench_sides.of_ours(dict(enumerate(lines)), warm_up, USED)
+    plain = bench_sides.of_ours(dict(enumerate(lines)), warm_up, PEAK)
     lines[-1] |= {"time/total": seconds[-1] + 7.0, "time/evaluate": 7.0}
-    judged = bench_sides.of_ours(dict(enumerate(lines)), warm_up, USED)
-    assert plain.seconds == seconds[warm_up:]
-    assert judged.seconds == pytest.approx(plain.seconds)
-    assert judged.phases == {"time/train": [s / 2 for s in seconds[warm_up:]]}
-    assert judged.length == [2.0] * len(plain.seconds)
+    judged = bench_sides.of_ours(dict(enumerate(lines)), warm_up, PEAK)
+    assert plain.of("seconds") == seconds[warm_up:]
+    assert judged.of("seconds") == pytest.approx(plain.of("seconds"))
+    assert judged.of("time/train") == [s / 2 for s in seconds[warm_up:]]
+    assert "time/evaluate" not in judged.steps[-1]
+    assert judged.of("length") == [2.0] * len(plain.steps)
 
 
-def test_our_side_runs_and_the_table_is_made(tmp_path: Path, printed: CELLS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our program on the tiny scale, forked from the server that has everything imported; TRL's side is simulated."""
+def test_our_side_runs_and_the_table_is_made(
+    tmp_path: Path, printed: CELLS, forked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our program on the tiny scale; TRL's side is simulated."""
 
-    def forked(command: list[str], folder: Path, begun: Path, *, threads: int, deadline: float) -> bench_sides.Used:
-        assert command[:3] == [sys.executable, "-m", "grpo_fn.run"]
-        assert finish(command[3:], folder / "log.txt", seconds=deadline) == 0, (folder / "log.txt").read_text()
-        assert begun.exists()
-        return USED
-
-    def simulated(shared: dict[str, Any], folder: Path, *, warm_up: int, **settings: Any) -> bench_sides.Measured:
+    def simulated(shared: dict[str, Any], folder: Path, *, warm_up: int, **settings: Any) -> Measured:
         rows = [json.loads(line) for line in Path(shared["prompts_file"]).read_text().splitlines()]
         assert len(rows) == shared["prompts"] * shared["steps"] + 1
-        folder.mkdir()
-        return bench_sides.of_trl(noted(folder / "out.json", [1.0] * shared["steps"], monkeypatch), warm_up, USED)
+        return Measured(noted([1.0] * shared["steps"], monkeypatch)[warm_up:], PEAK, {"trl": "1.16.0"})
 
-    monkeypatch.setattr(bench_sides, "watched", forked)
     monkeypatch.setattr(bench_sides, "trl", simulated)
     out = tmp_path / "trl.md"
     tiny = ("--scale", "tiny", "--steps", "1", "--warm_up", "1", "--rounds", "1", "--trl_python", sys.executable)
@@ -154,6 +124,13 @@ def test_our_side_runs_and_the_table_is_made(tmp_path: Path, printed: CELLS, mon
     assert float(rows["tokens of a completion, mean"][0]) <= bench_work.SCALES["tiny"].new_tokens
     assert "train" in rows["ours"]
     assert out.read_text().startswith("`python tools/bench trl --scale tiny")
+
+
+def test_prompts_of_random_words_have_as_many_tokens_as_the_work_says(tmp_path: Path) -> None:
+    work = bench_work.SCALES["tiny"]._replace(prompt_tokens=12)
+    shared = bench_work.make(work, 2, tmp_path)
+    assert shared["prompt_tokens"] == 12
+    assert len({line for _, line in enumerate(Path(shared["prompts_file"]).read_text().splitlines())}) == 5
 
 
 @pytest.mark.slow
@@ -169,25 +146,74 @@ def test_both_sides_run(printed: CELLS) -> None:
 
 
 def test_a_program_is_watched_until_it_ends(tmp_path: Path) -> None:
-    """What it held before it said that it begins, and the most that it held later; and what it printed if it fails."""
-    begun, held = tmp_path / "begun", 300_000_000
-    begin = f"from time import sleep; from pathlib import Path; sleep(.5); Path({str(begun)!r}).touch(); sleep(.5); "
-    limits = {"threads": 1, "deadline": 60.0}
-    used = bench_sides.watched(
-        [sys.executable, "-c", begin + f"x = b'1' * {held}; sleep(.2)"], tmp_path, begun, **limits
+    """The most that it held, helpers included; and what it printed if it fails."""
+    held, limits = 300_000_000, {"threads": 1, "deadline": 60.0}
+    idle, busy = (
+        bench_sides.watched([sys.executable, "-c", f"import time; {code}; time.sleep(.4)"], tmp_path, **limits)
+        for code in ("pass", f"x = b'1' * {held}")
     )
-    assert 0 < used.before < used.peak - held / 2
-    assert 0 <= used.processor < 5
+    assert 0 < idle < busy - held / 2
     with pytest.raises(RuntimeError, match=r"(?s)ended with 3.*so it is"):
-        bench_sides.watched([sys.executable, "-c", "print('so it is'); exit(3)"], tmp_path, begun, **limits)
+        bench_sides.watched([sys.executable, "-c", "print('so it is'); exit(3)"], tmp_path, **limits)
     slow = [sys.executable, "-c", "import time; time.sleep(60)"]
     with pytest.raises(TimeoutError, match="not over after 0 s"):
-        bench_sides.watched(slow, tmp_path, begun, threads=1, deadline=0.3)
+        bench_sides.watched(slow, tmp_path, threads=1, deadline=0.3)
 
 
-def test_a_scale_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["trl", "--scale", "tiny,huge"]) == 2
-    assert (
-        "got huge, wanted some of tiny, arithmetic, calculator_tiny, calculator, calculator_described, "
-        "calculator_card, small" in capsys.readouterr().err
-    )
+@pytest.mark.parametrize("flags", [("trl", "--scale", "tiny,huge"), ("growth", "--scale", "huge")])
+def test_a_scale_that_there_is_not_is_refused(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(flags) == 2
+    assert re.search(r"got huge, wanted \w+ of tiny, arithmetic, small, ", capsys.readouterr().err)
+
+
+def test_the_calculators_model_and_its_questions_are_made(tmp_path: Path) -> None:
+    shared = bench_work.make(bench_work.SCALES["calculator_tiny"], 2, tmp_path)
+    assert (Path(shared["model"]) / "config.json").exists()
+    chats = list(json_rows(Path(shared["chats_file"]), wanted="a chat"))
+    assert len(chats) == 2 * shared["prompts"] + 1
+    assert shared["max_turns"] == bench_calculator.MAX_TURNS
+
+
+# -- as it grows
+
+
+def test_growth_has_a_row_for_each_point_and_a_verdict(printed: CELLS, forked: None) -> None:
+    points = ("--completions", "8,16", "--lengths", "4,8", "--scale", "tiny")
+    rows = printed("growth", *points, "--steps", "1", "--warm_up", "0", "--rounds", "1", "--timeout", "120")
+    assert [row[0] for row in rows] == ["8", "16", "length", "4", "8"]
+    assert all(float(cell.removesuffix(" s")) > 0 for row in (*rows[:2], *rows[3:]) for cell in row[1:3])
+
+
+@pytest.mark.parametrize(("slow", "said"), [(1.0, "passed (1.00x to 1.00x"), (1.3, "FAILED (1.00x to 1.30x")])
+def test_a_point_that_takes_longer_a_token_than_the_median_fails(slow: float, said: str) -> None:
+    def taken(point: Point, factor: float) -> Measured:
+        phases = {"time/generate": factor * point.completions, "time/train": 2 * factor * point.completions}
+        return Measured([{"rows": point.completions, "length": point.length, **phases}], PEAK, {})
+
+    each = [bench_growth.per_token(taken(Point(n, 4), slow if n == 32 else 1.0)) for n in (8, 16, 32)]
+    assert said in next(bench_growth.verdict(each))
+
+
+# -- token samplers and rewards
+
+
+def test_every_token_sampler_has_a_row(printed: CELLS, whole: Path) -> None:
+    flags = ("--prompts", "2", "--group_size", "2", "--new_tokens", "4", "--repeats", "1")
+    rows = printed("samplers", "--model", str(whole / "model"), *flags)
+    assert len(rows) == 4
+    assert rows[0][0] == "categorical"
+    assert rows[0][2] == "1.00"
+    assert all(float(row[1]) > 0 for row in rows)
+
+
+def test_rewards_are_judged_in_every_way(printed: CELLS, tmp_path: Path) -> None:
+    of_sets = {
+        "gsm8k": {"question": "?", "answer": "1 and 2 are <<1+2=3>>3\n#### 3"},
+        "math": {"problem": "?", "solution": r"It is $\boxed{3}$.", "answer": "3"},
+    }
+    for name, row in of_sets.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "test.jsonl").write_text(json.dumps(row) + "\n")
+    rows = printed("rewards", "--data", str(tmp_path), "--rows", "1")
+    assert [row[:2] for row in rows] == [["gsm8k test", "3"], ["math test", "3"]]
+    assert all(cell.endswith("x)") for row in rows for cell in row[2:-1])

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bench_flags
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,13 +35,3 @@ def test_help_and_a_wrong_flag_come_without_torch(tool: Path) -> None:
     refused = run_tool(tool, "--no_such_flag")
     assert refused.stderr.startswith("usage: ")
     assert refused.stdout == "False 2\n"
-
-
-def test_the_sizes_that_the_flags_of_bench_name_are_those_of_the_benches() -> None:
-    import bench_growth
-    import bench_rank
-    import bench_work
-
-    assert (*bench_work.SCALES,) == bench_flags.TRL_SCALES
-    assert (*bench_growth.SIZES,) == bench_flags.GROWTH_SIZES
-    assert (*bench_rank.SIZES,) == bench_flags.RANK_SIZES

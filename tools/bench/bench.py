@@ -1,15 +1,11 @@
-"""Benches of whole steps: ratios of one run on this machine; absolute figures are of this machine and hour.
+"""Benches on this machine: ratios of one run are what counts; absolute figures are of the machine and the hour.
 
     python tools/bench trl [--scale arithmetic,small] [--out experiments/bench/trl.md]
     python tools/bench growth [--completions 64,128,...] [--lengths 32,64,...]
-    python tools/bench turns [--turns 1,2,4,8] [--episodes 64]
-    python tools/bench scaling [--ranks 1,2] [--scale scale/no_shard.gin] [--size small]
-    python tools/bench checkpoint [--ranks 1] [--size small]
+    python tools/bench samplers --model MODEL
+    python tools/bench rewards --data DIR
 
-`trl`: completions per second and peak memory against TRL's GRPOTrainer, program against program. `growth`: how a step
-grows with the number and the length of completions. `turns`: and with the turns of episodes. `scaling`: what more ranks
-gain. `checkpoint`: what a save takes from a step. Prints markdown, or writes it with --out. `--help` after the name
-lists the flags of each.
+Each prints a page of markdown, or writes it with --out as well. `--help` after the name lists the flags of each.
 """
 
 import argparse
@@ -18,58 +14,75 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-
-from bench_flags import add_growth_flags, add_rank_flags, add_trl_flags, add_turn_flags
+from typing import TypeVar
 
 from grpo_fn.command_line import exit_code
 
-# Module and function, which are loaded when it is their turn; the flags; what is measured.
+T = TypeVar("T")
+
+# Module and function, which are loaded when it is their turn, and what is measured.
 BENCHES = {
-    "trl": ("bench_trl.trl", add_trl_flags, "completions a second and peak memory against TRL's GRPOTrainer"),
-    "growth": ("bench_growth.growth", add_growth_flags, "time per step at growing numbers and lengths of completions"),
-    "turns": ("bench_turns.turns", add_turn_flags, "time per step at growing numbers of turns of its episodes"),
-    "scaling": ("bench_ranks.ranks", add_rank_flags, "what more ranks gain and cost"),
-    "checkpoint": ("bench_ranks.ranks", add_rank_flags, "what a save takes from a step"),
+    "trl": ("bench_trl:trl", "completions a second and peak memory against TRL's GRPOTrainer, program against program"),
+    "growth": ("bench_growth:growth", "time per token of a step at growing numbers and lengths of completions"),
+    "samplers": ("bench_samplers:samplers", "tokens a CPU second of the local sampler with each token sampler"),
+    "rewards": ("bench_rewards:rewards", "verifications a second on published answers, beside plain math-verify"),
 }
 
 
 def flags() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line. Flags stand here, so that --help and usage errors do not wait for torch."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     named = parser.add_subparsers(dest="what", required=True)
-    for name, (_, add_flags, about) in BENCHES.items():
-        own = named.add_parser(name, allow_abbrev=False, description=about, help=about)
-        add_flags(own)
-        own.add_argument("--out", type=Path, metavar="FILE", help="write the markdown there as well")
+    of = {}
+    for name, (_, about) in BENCHES.items():
+        of[name] = named.add_parser(name, allow_abbrev=False, description=about, help=about)
+        of[name].add_argument("--out", type=Path, metavar="FILE", help="write the page there as well")
+    for name, steps in (("trl", 10), ("growth", 3)):
+        add = of[name].add_argument
+        add("--steps", type=int, default=steps, help=f"measured steps of each, in all (default {steps})")
+        add("--warm_up", type=int, default=2, help="steps before them, in every start (default 2)")
+        add("--rounds", type=int, default=2, help="starts of each, in turn (default 2)")
+        add("--threads", type=int, default=2, help="of each (default 2)")
+        add("--timeout", type=float, default=3600.0, metavar="S", help="seconds for one start (default 3600)")
+    of["trl"].add_argument("--scale", default="arithmetic,small", metavar="NAME,...", help="of bench_work.SCALES")
+    of["trl"].add_argument("--trl_python", type=Path, metavar="PATH", help="with TRL (default: .venv-trl, made)")
+    add = of["growth"].add_argument
+    add("--scale", default="growth", metavar="NAME", help="of bench_work.SCALES (default growth)")
+    add("--completions", default="64,128,256,512,1024", metavar="N,...", help="of the shortest length")
+    add("--lengths", default="32,64,128,256", metavar="T,...", help="of the fewest completions")
+    add = of["samplers"].add_argument
+    add("--model", required=True, metavar="MODEL", help="a Hugging Face folder")
+    add("--prompts", type=int, default=24, metavar="P", help="default 24")
+    add("--group_size", type=int, default=16, metavar="G", help="default 16")
+    add("--new_tokens", type=int, default=32, metavar="T", help="at most (default 32)")
+    add("--repeats", type=int, default=7, metavar="R", help="default 7")
+    add = of["rewards"].add_argument
+    add("--data", type=Path, required=True, metavar="DIR", help="with gsm8k/ and math/")
+    add("--rows", type=int, default=1000, metavar="N", help="problems of each test set (default 1000)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table and write it; returns the exit code."""
-    args = flags().parse_args(argv)
-    return exit_code(partial(measure, args, sys.argv[1:] if argv is None else argv), interrupted="interrupted")
+    """Measure, print the page and write it; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    return exit_code(partial(measure, flags().parse_args(argv), argv), interrupted="interrupted")
 
 
 def measure(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run the bench. Raises ValueError for flags that do not fit."""
-    module, _, function = BENCHES[args.what][0].partition(".")
-    bench = getattr(importlib.import_module(module), function)
-    document = "\n".join([*heading(argv), *bench(args)]) + "\n"
-    print(document, end="")
+    module, _, function = BENCHES[args.what][0].partition(":")
+    bench: Callable[[argparse.Namespace], Iterable[str]] = getattr(importlib.import_module(module), function)
+    page = "\n".join([f"`python tools/bench {shlex.join(argv)}`", "", machine(), "", *bench(args)]).rstrip() + "\n"
+    print(page, end="")
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(document)
+        args.out.write_text(page)
     return 0
-
-
-def heading(argv: Sequence[str]) -> list[str]:
-    """The command and the machine."""
-    return [f"`python tools/bench {shlex.join(argv)}`", "", machine(), ""]
 
 
 def machine() -> str:
@@ -81,3 +94,22 @@ def machine() -> str:
     where = ", ".join(cards) if cards else f"{os.cpu_count()} CPU cores, {platform.processor() or platform.machine()}"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
     return f"{where}; {versions}"
+
+
+def in_turn(sides: Mapping[str, Callable[[int], T]], rounds: int) -> dict[str, list[T]]:
+    """Every side's results; each round does all of them, so that what else the machine does meets each."""
+    results: dict[str, list[T]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name, side in sides.items():
+            results[name].append(side(number))
+            print(f"{name}, {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    return results
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a markdown table."""
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+    yield ""

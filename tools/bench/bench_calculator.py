@@ -4,7 +4,6 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import bench_reward
 import torch
@@ -12,7 +11,6 @@ import torch
 from grpo_fn.core import prng
 from grpo_fn.environments.tools import describe_tools
 from grpo_fn.shell.model import tiny_tool_model
-from grpo_fn.shell.model.tiny_model import Shape
 from grpo_fn.tasks import calculation
 
 MAX_VALUE = 99
@@ -20,33 +18,27 @@ HELD_OUT = 128
 MAX_TURNS = 3
 TOTAL = 128  # tokens of a slot of ours: more than the question, all that is sampled and two observations
 DESCRIPTION = describe_tools({"calculator": bench_reward.calculator})  # the tool's schema, as chat templates write it
-ROWS = 16  # of the warm start, which shows nothing but calls of the tool
+WarmStart = partial(tiny_tool_model.ToolWarmStart, rows=16, tool_share=1.0)  # shows nothing but calls of the tool
 
 
-class CalculatorWork(Protocol):
-    """What is asked of the model: `bench_work.Work`."""
-
-    shape: Shape
-    warm_start: int
-    warm_start_lr: float
-    initializer_range: float
-    instructions: str
-
-
-def make(work: CalculatorWork, *, count: int, folder: Path) -> list[str]:
+def make(
+    shape: tiny_tool_model.Shape,
+    warm_start: tiny_tool_model.ToolWarmStart,
+    *,
+    instructions: str,
+    count: int,
+    folder: Path,
+) -> list[str]:
     """Write a model that calls the calculator and so many questions to `folder`; returns what episodes begin with."""
-    instructions = work.instructions
     recipe = tiny_tool_model.ToolRecipe(
         max_value=MAX_VALUE,
         test_size=HELD_OUT,
         instructions=instructions,
         before="\n",
         after="\n",
-        shape=work.shape,
-        initializer_range=work.initializer_range,
-        warm_start=tiny_tool_model.ToolWarmStart(
-            steps=work.warm_start, rows=ROWS, lr=work.warm_start_lr, tool_share=1.0
-        ),
+        shape=shape,
+        initializer_range=0.07,  # that of gin/run/calculator.gin
+        warm_start=warm_start,
         seed=0,
         cache=str(folder),
     )

@@ -2,7 +2,7 @@
 
     .venv-trl/bin/python tools/bench/bench_trl_side.py WORK.json OUT.json
 
-WORK.json says what is done (bench_work.make); OUT.json is written when training begins, and again when it is over.
+WORK.json says what is done (bench_work.make); OUT.json gets what each step took.
 """
 
 import json
@@ -11,8 +11,6 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-BEGUN = {"steps": []}
 
 
 def main(work: Path, out: Path) -> int:
@@ -26,7 +24,7 @@ def main(work: Path, out: Path) -> int:
 
     shared = json.loads(work.read_text())
     tokenizer = AutoTokenizer.from_pretrained(shared["model"], padding_side="left")
-    seen = noting(transformers.TrainerCallback)(out)
+    clock = step_clock(transformers.TrainerCallback)
     trainer = trl.GRPOTrainer(
         model=shared["model"],
         args=trl.GRPOConfig(**settings(shared, out.parent / "trl", on_card=torch.cuda.is_available())),
@@ -39,13 +37,12 @@ def main(work: Path, out: Path) -> int:
         ),
         processing_class=with_tools(tokenizer) if shared["max_turns"] else tokenizer,
         tools=[bench_reward.calculator] if shared["max_turns"] else None,
-        callbacks=[seen],
+        callbacks=[clock],
     )
     trainer.train()
     used = {module.__name__: module.__version__ for module in (torch, transformers, trl)}
-    out.write_text(
-        json.dumps(record(seen.ends, trainer.state.log_history, shared["prompts"] * shared["group_size"], used))
-    )
+    rows = shared["prompts"] * shared["group_size"]
+    out.write_text(json.dumps({"steps": record(clock.ends, trainer.state.log_history, rows), "versions": used}))
     return 0
 
 
@@ -88,7 +85,6 @@ def settings(shared: dict[str, Any], folder: Path, *, on_card: bool) -> dict[str
     """The fields of GRPOConfig: the work, and the fastest that it has."""
     rows = shared["prompts"] * shared["group_size"]
     micro = shared["trl_rows"] or rows
-    continuous = shared["trl_generation"] == "continuous"
     return {
         "output_dir": str(folder),
         # The work, as the other side gets it.
@@ -118,7 +114,6 @@ def settings(shared: dict[str, Any], folder: Path, *, on_card: bool) -> dict[str
         "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
         "gradient_checkpointing": False,
         "optim": "adamw_torch_fused",
-        "use_transformers_continuous_batching": continuous,
         "save_strategy": "no",
         "eval_strategy": "no",
         "report_to": "none",
@@ -127,38 +122,38 @@ def settings(shared: dict[str, Any], folder: Path, *, on_card: bool) -> dict[str
     }
 
 
-def noting(base: type) -> type:
-    """A callback that notes when training began and when each step ended."""
+def step_clock(base: type) -> Any:
+    """A callback whose `ends` are when training began and when each step ended."""
 
-    class Noting(base):
-        def __init__(self, out: Path) -> None:
-            self.out, self.ends = out, []
+    class Clock(base):
+        def __init__(self) -> None:
+            self.ends: list[float] = []
 
-        def on_train_begin(self, *args: Any, **others: Any) -> None:
-            self.out.write_text(json.dumps(BEGUN))
+        def note(self, *args: Any, **others: Any) -> None:
             self.ends.append(time.perf_counter())
 
-        def on_step_end(self, *args: Any, **others: Any) -> None:
-            self.ends.append(time.perf_counter())
+        on_train_begin = on_step_end = note
 
-    return Noting
+    return Clock()
 
 
-def record(ends: list[float], logged: list[dict[str, Any]], rows: int, used: dict[str, str]) -> dict[str, Any]:
-    """What is written down: each step's seconds, from the end of the one before; its rows and their mean length.
+def record(ends: list[float], logged: list[dict[str, Any]], rows: int) -> list[dict[str, float]]:
+    """Each step's seconds, from the end of the one before; its rows, their mean length and calls of tools.
 
     Raises ValueError when what TRL logged lacks the length of every step's completions.
     """
-    logged_steps = [line for line in logged if "completions/mean_length" in line]
-    lengths = [line["completions/mean_length"] for line in logged_steps]
-    if len(lengths) != len(ends) - 1:
-        raise ValueError(f"got lengths of {len(lengths)} steps, wanted those of {len(ends) - 1}")
-    seconds = [after - before for before, after in pairwise(ends)]
-    steps = [{"seconds": s, "rows": rows, "length": n} for s, n in zip(seconds, lengths, strict=True)]
-    for step, line in zip(steps, logged_steps, strict=True):
-        if "tools/call_frequency" in line:
-            step["calls"] = line["tools/call_frequency"]
-    return {"steps": steps, "versions": used}
+    steps = [line for line in logged if "completions/mean_length" in line]
+    if len(steps) != len(ends) - 1:
+        raise ValueError(f"got lengths of {len(steps)} steps, wanted those of {len(ends) - 1}")
+    return [
+        {
+            "seconds": after - before,
+            "rows": rows,
+            "length": line["completions/mean_length"],
+            "calls": line.get("tools/call_frequency", 0.0),
+        }
+        for (before, after), line in zip(pairwise(ends), steps, strict=True)
+    ]
 
 
 if __name__ == "__main__":
