@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import device_check
 import device_runner
@@ -20,7 +21,7 @@ import pytest
 import torch
 from device_parts import scale
 from device_runner import FAILED, LEFT_OUT, OK, Check, Figure, Outcome, Setting, apart, here
-from device_shapes import EOS, QWEN_HALF, QWEN_LARGE, Shape
+from device_shapes import EOS, QWEN, Shape
 from device_speed import Work
 from hypothesis import given
 from torch import nn
@@ -43,15 +44,13 @@ def test_every_check_that_a_cpu_can_do_passes_and_is_in_the_table(
             seen.append(outcome)
             yield outcome
 
-    checks = [check for check in device_check.CHECKS if check.part != "cards"]
-    names = ",".join(check.name for check in checks)
-    argv = ["--device", "cpu", "--tiny", "--only", names, "--out", str(tmp_path / "new" / "table.md")]
+    checks = device_check.CHECKS
+    argv = ["--device", "cpu", "--tiny", "--out", str(tmp_path / "new" / "table.md")]
     code = device_check.main(argv, run=run)
     said = {outcome.check.name: outcome.said for outcome in seen if outcome.state != OK}
     assert code == 0, said
     assert [outcome.check.name for outcome in seen] == ["machine", *(check.name for check in checks)]
-    beside = {"trl"}  # where it is installed it has its own environment
-    assert said.keys() == beside | {check.name for check in checks if check.only_cuda}
+    assert said.keys() == {check.name for check in checks if check.only_cuda}
     assert all(outcome.figures for outcome in seen if outcome.state == OK)
     table = (tmp_path / "new" / "table.md").read_text()
     assert table in capsys.readouterr().out
@@ -60,21 +59,6 @@ def test_every_check_that_a_cpu_can_do_passes_and_is_in_the_table(
     assert "missed" not in table, "goals mean nothing at toy shapes"
     for check in checks:
         assert f"| `{check.name}` |" in table
-
-
-@pytest.mark.slow
-def test_two_ranks_on_a_cpu_pass_the_checks_for_two_cards(capsys: pytest.CaptureFixture[str]) -> None:
-    seen: list[Outcome] = []
-
-    def run(*asked) -> Iterator[Outcome]:
-        for outcome in here(*asked):
-            seen.append(outcome)
-            yield outcome
-
-    assert device_check.main(["--device", "cpu", "--tiny", "--part", "cards"], run=run) == 0, capsys.readouterr().out
-    assert [outcome.state for outcome in seen] == [OK] * 4
-    codes = [figure.value for outcome in seen[2:] for figure in outcome.figures if figure.what == "exit code"]
-    assert codes == [71.0, 71.0]
 
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's older name
@@ -103,29 +87,22 @@ def test_checks_begin_with_an_allocator_that_grows_its_segments_unless_it_was_co
     assert seen == [given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}]
 
 
-def test_on_one_card_the_checks_for_two_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    checks = [check for check in device_check.CHECKS if check.part == "cards"]
-    got = list(here(checks, Setting(device="cuda", tiny=True, scratch="/nowhere"), 60.0))
-    assert [(outcome.state, outcome.said) for outcome in got] == [(LEFT_OUT, "got 1 card, wanted 2")] * 3
-
-
-def fake(name: str, deadline: float = 30.0, *, alone: bool = False) -> Check:
-    return Check(name=name, what="", where=f"device_fakes:{name}", deadline=deadline, alone=alone)
+def fake(name: str, deadline: float = 30.0) -> Check:
+    return Check(name, "", f"device_fakes:{name}", deadline)
 
 
 def test_a_check_that_fails_hangs_or_dies_is_reported_and_the_next_begins_in_a_fresh_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_runner, "GRACE", 0.3)
-    names = ["fine", "fine", "absent", "wrong", "late", "fatal", "fine"]
-    checks = [fake(name, 0.5 if name == "late" else 30.0, alone=i == 6) for i, name in enumerate(names)]
+    checks = [
+        fake(name, 0.5 if name == "late" else 30.0) for name in ("fine", "absent", "wrong", "late", "fatal", "fine")
+    ]
     got = list(apart(checks, NOWHERE, 120.0))
     assert [outcome.check for outcome in got] == checks
-    assert [outcome.state for outcome in got] == [OK, OK, LEFT_OUT, FAILED, FAILED, FAILED, OK]
-    first, second, last = (got[i].figures[0].value for i in (0, 1, 6))
-    assert first == second != last
-    assert [outcome.said for outcome in got[2:6]] == [
+    assert [outcome.state for outcome in got] == [OK, LEFT_OUT, FAILED, FAILED, FAILED, OK]
+    assert got[0].figures[0].value != got[-1].figures[0].value
+    assert [outcome.said for outcome in got[1:5]] == [
         "nothing to compare with",
         "AssertionError: got 1, wanted 2",
         "late: no answer within 0.8 s; its stacks are above",
@@ -165,14 +142,24 @@ def test_a_late_check_prints_where_it_stands(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == ""
 
 
-def test_every_check_belongs_to_one_of_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = []
-    for part in device_check.PARTS:
-        assert device_check.main(["--part", part, "--list"]) == 0
-        listed.append([line.split()[0] for line in capsys.readouterr().out.splitlines()])
-    assert all(listed)
-    assert [*chain(*listed)] == [check.name for check in device_check.CHECKS]
+def test_every_check_belongs_to_one_of_the_commands() -> None:
+    parts = [device_check.selected("", part) for part in device_check.PARTS]
+    assert all(parts)
+    assert [*chain(*parts)] == device_check.CHECKS
     assert [check.name for check in device_check.selected("prng,step", "steps")] == ["step"]
+
+
+def test_the_table_is_written_after_each_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, seen = tmp_path / "table.md", []
+
+    def run(checks: list[Check], *_) -> Iterator[Outcome]:
+        for check in checks:
+            yield Outcome(check, OK, (Figure("x", 1.0),), "", 0.0)
+            seen.append(out.read_text().count("| ok |"))
+
+    monkeypatch.setattr(device_check, "CHECKS", [fake("fine"), fake("late")])
+    assert device_check.main(["--device", "cpu", "--tiny", "--out", str(out)], run=run) == 0
+    assert seen == [0, 1, 2]
 
 
 def test_a_failure_is_the_exit_code_and_a_missed_goal_is_not(
@@ -222,7 +209,7 @@ def test_a_goal_is_met_within_its_bounds(value: float, low: float | None, high: 
 # -- what figures are made from
 
 
-@pytest.mark.parametrize(("shape", "billions"), [(QWEN_HALF, 0.494), (QWEN_LARGE, 1.544)])
+@pytest.mark.parametrize(("shape", "billions"), [(QWEN["0.5b"], 0.494), (QWEN["1.5b"], 1.544)])
 def test_shapes_are_the_published_ones(shape: Shape, billions: float) -> None:
     model = hf.empty_model(shape.config())
     matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
@@ -254,20 +241,20 @@ class Asked(Exception):
     """Raised in the place of loading a model, with what it was asked for."""
 
 
-@pytest.mark.parametrize("check", [device_speed.train_half, device_speed.train_large])
+@pytest.mark.parametrize("size", [*QWEN])
 def test_what_trains_on_an_h100_leaves_a_quarter_of_it_to_what_the_estimate_does_not_count(
-    check: Callable[[Setting], list[Figure]], monkeypatch: pytest.MonkeyPatch
+    size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers of reductions, gaps of the allocator, the context: 1.5B does not fit in micro-batches of 16k tokens."""
     shapes: list[Shape] = []
 
-    def asked(setting: Setting, model: str, dtype: torch.dtype, *, micro_tokens: int) -> None:
+    def asked(setting: Setting, model: str, dtype: torch.dtype, *, micro_tokens: int, compile: Any) -> None:
         raise Asked(dtype, micro_tokens)
 
     monkeypatch.setattr(device_speed, "folder", lambda setting, shape: shapes.append(shape) or "a model")
     monkeypatch.setattr(device_speed, "built", asked)
     with pytest.raises(Asked) as found:
-        check(Setting(device="cuda", tiny=False, scratch="/nowhere"))
+        device_speed.train(Setting(device="cuda", tiny=False, scratch="/nowhere"), size=size)
     (shape,), (dtype, micro_tokens) = shapes, found.value.args
     model = partial(nn.Identity, logits_chunk_elements=2**27)  # by default, as `built` has it
     placing = SimpleNamespace(

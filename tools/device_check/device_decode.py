@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from device_parts import KEY, forget, full_float32, local, most_held, problems, random_prompt, require, seconds
 from device_runner import Figure, LeftOut, Setting
-from device_shapes import EOS, QWEN_HALF, QWEN_LARGE, TOY, Shape, folder, sized
+from device_shapes import EOS, QWEN, TOY, Shape, folder, sized
 from device_speed import ceilings
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
@@ -17,10 +17,8 @@ from grpo_fn.core import prng
 from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.attention import install
 from grpo_fn.shell.sampler.interface import SamplerContext
-from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine, Eager, GraphCache
-from grpo_fn.shell.sampler.local.joined_projections import joined_model
+from grpo_fn.shell.sampler.local.decode_step import DecodeEngine, Eager, GraphCache
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.shell.world import alone, find_device
 
@@ -136,17 +134,6 @@ def without_graphs(sampler: LocalSampler) -> LocalSampler:
     return replace(sampler, shared=held)
 
 
-def uncompiled(sampler: LocalSampler, model: nn.Module) -> LocalSampler:
-    """The same with another copy of the model, in steps captured and attended as the others are, and not compiled."""
-    held, usual = SharedDecoder(), sampler.shared.engine
-    run = GraphCache(usual.run.captures) if isinstance(usual.run, GraphCache) else Eager()
-    code = WRITTEN._replace(split_kv=usual.code.split_kv)
-    stepped = joined_model(model)
-    held.model, held.engine = model, DecodeEngine(model, sizes=usual.sizes, run=run, code=code, stepped=stepped)
-    install(model)
-    return replace(sampler, model=model, shared=held)
-
-
 @torch.no_grad()
 def uncached(model: nn.Module, rollout: Rollout) -> Tensor:
     """Logits in float32 of every column but the first, `[B, T-1, V]`, each row read whole."""
@@ -181,18 +168,8 @@ def in_common(one: Rollout, other: Rollout) -> float:
 # -- speed
 
 
-def speed_half(setting: Setting) -> list[Figure]:
-    """0.5B."""
-    return speed(setting, sized(setting, QWEN_HALF))
-
-
-def speed_large(setting: Setting) -> list[Figure]:
-    """1.5B."""
-    return speed(setting, sized(setting, QWEN_LARGE))
-
-
-def speed(setting: Setting, shape: Shape) -> list[Figure]:
-    """Tokens a second over a whole call, its prefill included, and how that compares with two others.
+def speed(setting: Setting, *, size: str) -> list[Figure]:
+    """Tokens a second over a whole call, its prefill included, and how that compares with transformers' generate.
 
     The bandwidth limit of a step that decodes one token in each of n rows is the time to read what it must: all weights
     once (2 bytes each; the embedding as the head) and every row's keys and values so far,
@@ -202,27 +179,24 @@ def speed(setting: Setting, shape: Shape) -> list[Figure]:
     the mean over `new` steps. The share is that time over the time taken for a step. `generate` of transformers draws
     as many tokens for the same prompts.
     """
-    prompts, size, prompt, new = (2, 3, 5, 6) if setting.tiny else WORK
-    rows, asked = prompts * size, problems(0, prompts)
+    shape = sized(setting, QWEN[size])
+    prompts, group, prompt, new = (2, 3, 5, 6) if setting.tiny else WORK
+    rows, asked = prompts * group, problems(0, prompts)
     whole = context(setting, folder(setting, shape), torch.bfloat16)
     sampler = local(whole, prompt_tokens=prompt, new_tokens=new, max_rows=rows)
     forget(setting.device)
-    tokens, took = timed(setting, sampler, asked, size)
+    tokens, took = timed(setting, sampler, asked, group)
     read = 2 * shape.parameters() + rows * (prompt + new / 2) * shape.kv_bytes(2)
     limit = read / ceilings(setting).bandwidth
     share = limit * (tokens / rows) / took
     held = most_held(setting)
-    written = uncompiled(sampler, whole.full_model())
     sampler.rest()
-    fewer, longer = timed(setting, written, asked, size)
-    written.rest()
-    theirs = generate(setting, whole.full_model(), asked, size, prompt, new)
+    theirs = generate(setting, whole.full_model(), asked, group, prompt, new)
     return [
         Figure("tokens/s", tokens / took),
         Figure("share of the bandwidth limit", 100 * share, "%", at_least=50.0),
         Figure("the limit", rows / limit, "tokens/s"),
         *held,
-        Figure("times not compiled", (tokens / took) / (fewer / longer), "x"),
         Figure("transformers' generate", rows * new / theirs, "tokens/s"),
         Figure("times generate", tokens / took / (rows * new / theirs), "x"),
     ]
@@ -262,9 +236,9 @@ def generate(setting: Setting, model: nn.Module, asked: list[Any], size: int, pr
 
 
 def continuous(setting: Setting) -> list[Figure]:
-    """Transformers' continuous batching on the prompts of `speed_half`; what it cannot do is its own affair."""
+    """Transformers' continuous batching on the prompts of `speed`; what it cannot do is its own affair."""
     prompts, size, prompt, new = WORK
-    whole = context(setting, folder(setting, sized(setting, QWEN_HALF)), torch.bfloat16)
+    whole = context(setting, folder(setting, sized(setting, QWEN["0.5b"])), torch.bfloat16)
     model = whole.full_model()
     ids = [random_prompt(model.config.vocab_size, prompt, None, problem.prompt) for problem in problems(0, prompts)]
     how = GenerationConfig(max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=EOS)

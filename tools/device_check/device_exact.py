@@ -1,4 +1,4 @@
-"""What is computed on the device is what the CPU computes: gradients, rows, head, precisions, blocks."""
+"""What is computed on the device is what the CPU computes: random bits, gradients, rows, head, precisions, blocks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +16,12 @@ from device_parts import (
     require,
 )
 from device_runner import Figure, Setting
-from device_shapes import MIDDLE, QWEN_HALF, folder, sized
+from device_shapes import MIDDLE, QWEN, folder, sized
 from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo.step import UNMOVED
+from grpo_fn.core import prng
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.model import blocks, hf
@@ -36,6 +37,26 @@ TEMPERATURE = 0.7
 SPREAD = 0.05  # of the weights: far enough from a fresh model's that every nonlinearity matters
 CPU = torch.device("cpu")
 OBJECTIVE = objective(0.1, 0.01)
+
+
+# -- random bits
+
+
+def randomness(setting: Setting) -> list[Figure]:
+    """Every draw on the device has the bits that it has on the CPU."""
+    for seed in (0, 42, 2**63 + 1):
+        one, other = (draws(prng.key(seed, device=device)) for device in ("cpu", setting.device))
+        same = all(torch.equal(a, b.cpu()) for a, b in zip(one, other, strict=True))
+        require(same, f"prng: got other bits on {setting.device} than on the CPU from seed {seed}")
+    return [Figure("bits as on the CPU", "yes")]
+
+
+def draws(key: Tensor) -> list[Tensor]:
+    """Of every kind and dtype, derived keys among them."""
+    keys = prng.fold_in(prng.split(key, 5)[:, None], torch.arange(3, device=key.device))
+    floats = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    unit = [prng.uniform(keys, 257, dtype=dtype, low=0.0, high=1.0) for dtype in floats]
+    return [keys, *unit, prng.randint(keys, 65, low=-3, high=2**40), prng.permutation(key, 1000)]
 
 
 # -- gradients
@@ -181,7 +202,7 @@ def furthest(got: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> f
 
 def head(setting: Setting) -> list[Figure]:
     """linear_scores against dense_scores of float32, on the numbers of a half-B head."""
-    tokens, vocabulary, width = (32, 2000, 64) if setting.tiny else (2048, QWEN_HALF.vocabulary, QWEN_HALF.hidden)
+    tokens, vocabulary, width = (32, 2000, 64) if setting.tiny else (2048, QWEN["0.5b"].vocabulary, QWEN["0.5b"].hidden)
     g = torch.Generator(setting.device).manual_seed(3)
     drawn = partial(torch.randn, device=setting.device, generator=g)
     hidden, weight = drawn(tokens, width), drawn(vocabulary, width) / width**0.5

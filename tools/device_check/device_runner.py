@@ -1,22 +1,16 @@
-"""Checks one after another in a process of their own, each with a deadline.
-
-A check that fails takes its process with it: the next one begins in a fresh one, whatever was done to the device.
+"""Checks one after another, each in a process of its own and with a deadline, whatever the one before did.
 
 Nothing here needs torch; what a check needs it imports where it runs.
 """
 
-import gc
 import importlib
 import multiprocessing
-import os
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -34,20 +28,16 @@ class Setting:
     scratch: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
-    """`where` is module:function, `(Setting) -> list[Figure]`; it raises when what it looks at is wrong.
-
-    `only_cuda` says why it needs CUDA, and is empty where it does not. One that is `alone` has a process of its own.
-    """
+    """`where` is module:function, `(Setting, **options) -> list[Figure]`; it raises when what it looks at is wrong."""
 
     name: str
-    what: str
+    part: str  # the command that it belongs to
     where: str
     deadline: float  # seconds
-    part: str = ""  # the command that it belongs to
-    only_cuda: str = ""
-    alone: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    only_cuda: bool = False  # a CPU could not show it at all, or would take minutes
 
 
 class Figure(NamedTuple):
@@ -88,94 +78,72 @@ def here(checks: Sequence[Check], setting: Setting, limit: float) -> Iterator[Ou
 
 
 def apart(checks: Sequence[Check], setting: Setting, limit: float) -> Iterator[Outcome]:
-    """In processes of their own; after `limit` seconds no further check is begun: the rest is left out."""
-    begun, waiting = time.monotonic(), [*checks]
-    while waiting:
-        if time.monotonic() - begun > limit:
-            yield from (Outcome(check, LEFT_OUT, (), f"the {limit:g} s of the run were over", 0.0) for check in waiting)
-            return
-        together = [*takewhile(lambda check: not check.alone, waiting)] or waiting[:1]
-        for outcome in in_one_process(together, setting, begun + limit):
-            waiting.remove(outcome.check)
-            yield outcome
+    """Each in a process of its own; after `limit` seconds none is begun, and none goes on."""
+    until = time.monotonic() + limit
+    for check in checks:
+        if time.monotonic() < until:
+            yield in_a_process(check, setting, until)
+        else:
+            yield Outcome(check, LEFT_OUT, (), f"the {limit:g} s of the run were over", 0.0)
 
 
-def in_one_process(checks: Sequence[Check], setting: Setting, until: float) -> Iterator[Outcome]:
-    """As far as one process gets: to the first check that fails, is late, or ends it."""
+def in_a_process(check: Check, setting: Setting, until: float) -> Outcome:
+    """What comes of the check in a process that is ended when it is late, or when the run's time is over."""
     context = multiprocessing.get_context("spawn")
-    mine, its = context.Pipe()
-    process = context.Process(target=work, args=(its, checks, setting), name="checks")
+    mine, its = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(its, check, setting), name=check.name)
+    begun, state = time.monotonic(), FAILED
     process.start()
     its.close()
     try:
-        started = answer(mine, process, "beginning", START)
-        for check in checks:
-            if isinstance(started, str):
-                yield Outcome(check, FAILED, (), started, START)
-                return
+        for what, seconds in (("beginning", START), (check.name, check.deadline + GRACE)):
             since = time.monotonic()
-            if since > until:
-                return
-            deadline = min(check.deadline, until - since)
-            with suppress(ConnectionError):  # then there is no answer either
-                mine.send(replace(check, deadline=deadline))
-            got = answer(mine, process, check.name, deadline + GRACE)
-            if isinstance(got, str):
-                # Late because the run's limit cut its time short, it was not given what it may take.
-                cut = deadline < check.deadline and time.monotonic() - since >= deadline
-                said = f"had {deadline:.0f} of its {check.deadline:g} s before the run's limit" if cut else got
-                got = Outcome(check, LEFT_OUT if cut else FAILED, (), said, time.monotonic() - since)
-                yield got
-                return
-            yield got._replace(check=check)
-            if got.state == FAILED:
-                return
-    finally:
-        mine.close()  # which ends an idle one
+            if not mine.poll(max(0.0, min(seconds, until - since))):
+                said = f"{what}: no answer within {seconds:g} s; its stacks are above"
+                if since + seconds > until:  # it was not given what it may take
+                    waited = time.monotonic() - begun
+                    state, said = LEFT_OUT, f"had {waited:.0f} of its {check.deadline:g} s before the run's limit"
+                break
+            outcome = mine.recv()
+        else:
+            return outcome
+    except (EOFError, ConnectionError):
         process.join(GRACE)
+        said = f"{what}: the process ended with {process.exitcode}; its last words are above"
+    finally:
+        mine.close()
+        process.join(0.0 if state == LEFT_OUT else GRACE)
         if process.is_alive():
             process.kill()
             process.join()
+    return Outcome(check, state, (), said, time.monotonic() - begun)
 
 
-def answer(pipe: Connection, process: Any, what: str, seconds: float) -> Any:
-    """What comes through the pipe; the error as a text when nothing does."""
-    try:
-        if pipe.poll(seconds):
-            return pipe.recv()
-    except (EOFError, ConnectionError):
-        process.join(GRACE)
-        return f"{what}: the process ended with {process.exitcode}; its last words are above"
-    return f"{what}: no answer within {seconds:g} s; its stacks are above"
+def work(pipe: Connection, check: Check, setting: Setting) -> None:
+    """The process: say that it has begun, then what came of the check. A late one prints where it stands."""
+    with suppress(ImportError):  # which the attempt reports
+        importlib.import_module(check.where.partition(":")[0])  # torch's own start is no part of a check
+    pipe.send("begun")
+    with stacks_after(check.deadline):
+        outcome = attempted(check, setting)
+    pipe.send(outcome)
 
 
-def work(pipe: Connection, checks: Sequence[Check], setting: Setting) -> None:
-    """The process: do the checks that come through the pipe, until one fails or the pipe is closed."""
-    try:
-        pipe.send(os.getpid())
-        while True:
-            outcome = attempted(pipe.recv(), setting, stacks=True)
-            pipe.send(outcome)
-            if outcome.state == FAILED:
-                return
-            tidy()
-    except (EOFError, ConnectionError):  # the parent has ended
-        return
-
-
-def attempted(check: Check, setting: Setting, *, stacks: bool = False) -> Outcome:
-    """What comes of the check here and now. With `stacks` a late one prints where it stands."""
+def attempted(check: Check, setting: Setting) -> Outcome:
+    """What comes of the check here and now."""
     if check.only_cuda and setting.device == "cpu":
-        return Outcome(check, LEFT_OUT, (), f"needs CUDA: {check.only_cuda}", 0.0)
+        return Outcome(check, LEFT_OUT, (), "needs CUDA", 0.0)
     begun = time.perf_counter()
+    module, _, name = check.where.partition(":")
     try:
-        with stacks_after(check.deadline) if stacks else nullcontext():
-            state, figures, said = OK, tuple(found(check.where)(setting)), ""
+        function: Callable[..., Sequence[Figure]] = getattr(importlib.import_module(module), name)
+        state, figures, said = OK, tuple(function(setting, **check.options)), ""
     except LeftOut as reason:
         state, figures, said = LEFT_OUT, (), str(reason)
     except Exception as error:
         traceback.print_exc()
-        state, figures, said = FAILED, (), one_line(error)
+        first = str(error).split("\n")[0][:300]
+        state, figures, said = FAILED, (), f"{type(error).__name__}: {first}".removesuffix(": ")
     return Outcome(check, state, figures, said, time.perf_counter() - begun)
 
 
@@ -191,23 +159,3 @@ def stacks_after(seconds: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def found(where: str) -> Callable[[Setting], Sequence[Figure]]:
-    """The function."""
-    module, _, name = where.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def one_line(error: Exception) -> str:
-    """The error in one line."""
-    lines = str(error).split("\n")
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines[0] else type(error).__name__
-
-
-def tidy() -> None:
-    """What the check held of the device is free again."""
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

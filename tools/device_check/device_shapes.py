@@ -54,8 +54,10 @@ class Shape(NamedTuple):
         return 2 * self.layers * self.hidden // self.heads * self.kv_heads * width
 
 
-QWEN_HALF = Shape(151_936, 896, 24, 14, 2, 4864)  # Qwen2.5-0.5B
-QWEN_LARGE = Shape(151_936, 1536, 28, 12, 2, 8960)  # Qwen2.5-1.5B and Qwen2.5-Math-1.5B
+QWEN = {  # Qwen2.5, and Qwen2.5-Math of the same sizes
+    "0.5b": Shape(151_936, 896, 24, 14, 2, 4864),
+    "1.5b": Shape(151_936, 1536, 28, 12, 2, 8960),
+}
 MIDDLE = Shape(4096, 256, 4, 4, 2, 768)  # large enough for every kernel, small enough for the oracle on a CPU
 TOY = Shape(96, 64, 2, 2, 1, 96)
 

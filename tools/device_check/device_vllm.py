@@ -8,7 +8,7 @@ import torch
 from device_decode import WORK, context, timed
 from device_parts import GB, KEY, Numbers, built, problems, random_prompt, require
 from device_runner import Figure, LeftOut, Setting
-from device_shapes import QWEN_HALF, folder, sized
+from device_shapes import QWEN, folder, sized
 
 from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core import prng, sampling
@@ -24,7 +24,7 @@ SHARE = 0.3  # of the card
 def colocated(setting: Setting) -> list[Figure]:
     """A half-B engine beside a half-B policy: pushed, probed, asleep, awake, a whole step, probed again."""
     needed()
-    shape = sized(setting, QWEN_HALF)
+    shape = sized(setting, QWEN["0.5b"])
     bench = built(setting, folder(setting, shape), torch.bfloat16, lr=1e-4)
     sampler = engine_in(bench.context(), prompt=PROMPT, new=NEW, tokens=PROMPT + 2 * NEW, rows=64, cache=2**26)
     spread = DataParallelSampler(sampler, bench.world)
@@ -55,7 +55,7 @@ def speed(setting: Setting) -> list[Figure]:
     """The rows of `decode-0.5b`, drawn by vLLM: its own kernels, graphs and scheduler."""
     needed()
     prompts, size, prompt, new = WORK
-    shape = sized(setting, QWEN_HALF)
+    shape = sized(setting, QWEN["0.5b"])
     place = context(setting, folder(setting, shape), torch.bfloat16)
     cache_bytes = 2 * prompts * size * (prompt + new) * shape.kv_bytes(2)
     sampler = engine_in(place, prompt=prompt, new=new, tokens=prompt + new, rows=prompts * size, cache=cache_bytes)
