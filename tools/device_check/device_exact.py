@@ -5,16 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from device_parts import (
-    Bench,
-    built,
-    distance,
-    forget,
-    full_float32,
-    objective,
-    peak,
-    require,
-)
+from device_parts import Bench, built, distance, forget, full_float32, objective, peak, require
 from device_runner import Figure, Setting
 from device_shapes import MIDDLE, QWEN, folder, sized
 from torch import Tensor
@@ -75,15 +66,17 @@ def rows_of(vocabulary: int, *, groups: int, size: int, prompt: int, new: int) -
 
 
 class Asked(NamedTuple):
-    """A batch on the device, the oracle, and the learning signal that it leads to there."""
+    """A model folder, a batch on the device, the oracle, and the learning signal that it leads to there."""
 
+    model: str
     batch: Batch
     oracle: FunctionalPolicy
     signal: Scores
 
 
-def asked(setting: Setting, model: str) -> Asked:
-    """A batch whose old and reference policies are near the model's."""
+def asked(setting: Setting) -> Asked:
+    """A middling model, and a batch whose old and reference policies are near its own."""
+    model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
     oracle = FunctionalPolicy(
         hf.load_model(model, dtype=torch.float32, device=CPU, attention="sdpa"), temperature=TEMPERATURE
     )
@@ -97,7 +90,8 @@ def asked(setting: Setting, model: str) -> Asked:
     adv = torch.randn(len(mask), 1, generator=g).expand(mask.shape)
     batch = Batch(tokens, mask, sampled, old, ref, ref, adv, torch.zeros_like(mask), mask.long())
     signal = climb(oracle, batch)
-    return Asked(Batch(*(x.to(setting.device) for x in batch)), oracle, Scores(*(x.to(setting.device) for x in signal)))
+    there = [type(one)(*(x.to(setting.device) for x in one)) for one in (batch, signal)]
+    return Asked(model, there[0], oracle, there[1])
 
 
 def climb(policy: Any, batch: Batch) -> Scores:
@@ -110,18 +104,23 @@ def climb(policy: Any, batch: Batch) -> Scores:
 
 
 def grads(bench: Bench) -> dict[str, Tensor]:
-    """The accumulated gradients, whole, under the model's names."""
-    return {
-        name: full_tensor(p.grad).float().cpu()
-        for name, p in bench.policy.named_tensors().items()
-        if p.grad is not None
-    }
+    """The accumulated gradients, under the model's names."""
+    return copied({name: p.grad for name, p in bench.policy.named_tensors().items() if p.grad is not None})
+
+
+def weights(bench: Bench) -> dict[str, Tensor]:
+    """What trains."""
+    return copied({name: p for name, p in bench.policy.named_tensors().items() if p.requires_grad})
+
+
+def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole, in float32, on the CPU, and no longer the policy's."""
+    return {name: full_tensor(x).to("cpu", torch.float32, copy=True) for name, x in tensors.items()}
 
 
 def gradients(setting: Setting) -> list[Figure]:
     """The whole path of training against `functional_call` and `torch.func.vjp` on the CPU."""
-    model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
-    batch, oracle, signal = asked(setting, model)
+    model, batch, oracle, signal = asked(setting)
     made = partial(built, setting, model, temperature=TEMPERATURE)
     with full_float32():
         climb((single := made(torch.float32)).policy, batch)
@@ -152,18 +151,17 @@ def repeats(setting: Setting, bench: Bench, *, on: bool) -> float:
     batch = Batch(tokens, mask, none, none, none, none, none, torch.zeros_like(mask), mask.long())
     there = [type(x)(*(y.to(setting.device) for y in x)) for x in (batch, signal)]
     before = torch.are_deterministic_algorithms_enabled()
-    use_deterministic_kernels(on, setting.device.partition(":")[0])
+    use_deterministic_kernels(on, setting.device)
     try:
         once, again = (seen(bench, *there)[-1] for _ in range(2))
     finally:
-        use_deterministic_kernels(before, setting.device.partition(":")[0])
+        use_deterministic_kernels(before, setting.device)
     return distance(again, once)[0]
 
 
 def rows(setting: Setting) -> list[Figure]:
     """Scores and gradients of rows end to end against those of padded rows."""
-    model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
-    batch, _, signal = asked(setting, model)
+    model, batch, _, signal = asked(setting)
     found: list[Figure] = []
     for dtype, most, goal in ((torch.float32, 1e-4, 1e-5), (torch.bfloat16, 0.1, 0.03)):
         query = torch.empty(1, 2, 64, dtype=dtype, device=setting.device)
@@ -208,6 +206,10 @@ def head(setting: Setting) -> list[Figure]:
     hidden, weight = drawn(tokens, width), drawn(vocabulary, width) / width**0.5
     target = torch.randint(0, vocabulary, (tokens,), device=setting.device, generator=g)
     signal = drawn(2, tokens)
+
+    def dense_head(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return dense_scores(hidden @ weight.T, target, temperature=TEMPERATURE)
+
     linear = partial(linear_scores, temperature=TEMPERATURE, elements=2**22 if not setting.tiny else 2**13)
     found: list[Figure] = []
     for dtype, most, goal in ((torch.float32, 1e-4, 1e-5), (torch.bfloat16, 0.03, 0.01)):
@@ -222,11 +224,6 @@ def head(setting: Setting) -> list[Figure]:
         if setting.device == "cuda":
             found.append(Figure(f"{name}, share of the dense one's memory", got_peak / dense_peak, at_most=0.25))
     return found
-
-
-def dense_head(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """All logits at once."""
-    return dense_scores(hidden @ weight.T, target, temperature=TEMPERATURE)
 
 
 def pulled(
@@ -247,9 +244,8 @@ def pulled(
 def float16(setting: Setting) -> list[Figure]:
     """Steps with the numbers of gin/scale/fp16.gin, until one is not skipped."""
     scaling = partial(optimizer.dynamic_loss_scale, interval=2000)
-    model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
+    model, batch, *_ = asked(setting)
     bench = built(setting, model, torch.float16, lr=1e-3, scaling=scaling, initial_scale=2.0**16)
-    batch, _, _ = asked(setting, model)
     before = weights(bench)
     for _ in range(20):
         climb(bench.policy, batch)
@@ -269,8 +265,7 @@ def float16(setting: Setting) -> list[Figure]:
 
 def offload(setting: Setting) -> list[Figure]:
     """One update with everything on the host against one on the device."""
-    model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
-    batch, _, _ = asked(setting, model)
+    model, batch, *_ = asked(setting)
     moved = []
     for away in (True, False):
         bench = built(setting, model, torch.bfloat16, lr=1e-3, offload=away)
@@ -283,19 +278,9 @@ def offload(setting: Setting) -> list[Figure]:
     return [Figure("the update, of its norm", apart, at_most=0.01)]
 
 
-def weights(bench: Bench) -> dict[str, Tensor]:
-    """What trains, whole, on the CPU."""
-    return {
-        name: full_tensor(x).float().cpu().clone()
-        for name, x in bench.policy.named_tensors().items()
-        if x.requires_grad
-    }
-
-
 def compiled(setting: Setting) -> list[Figure]:
     """Compiled blocks on batches of three widths, and how often they were compiled anew."""
-    model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
-    batch, _, signal = asked(setting, model)
+    model, batch, _, signal = asked(setting)
     width, first = batch.mask.shape[1], int(batch.mask.int().argmax(-1).max())  # the longest prompt's end
     widths = [width, (width + first + 1) // 2, first + 1]
     made = partial(built, setting, model, torch.bfloat16, temperature=TEMPERATURE)
