@@ -27,9 +27,7 @@ TOOLS = {
     "tools/compare_algorithms.py": [],
     "tools/make_tiny_model.py": [],
     "tools/report": [],
-    "tools/tables/preset_table.py": ["--presets", "grpo", "--seeds", "0", "--gin_param", "STEPS=2"],
     "tools/sweep": [],
-    "tools/tables/curriculum_table.py": ["--table_only"],
     "experiments/vmap_sweep/idea.py": ["--policies", "2", "--rows", "2", "--repeats", "1"],
 }
 # Tools whose work is not for here: their own parser reads the flags.
@@ -37,7 +35,6 @@ PARSED = {
     "tools/bench": "measures for minutes, some of it in programs of its own; tests/tools/test_bench.py runs it",
     "tools/device_check": "wants a GPU; a test of its own runs its small form",
     "tools/import_config/compare_trl.py": "wants TRL's environment; tests/tools/test_compare_trl.py runs it",
-    "tools/tables/distillation_table.py": "wants finished runs; tests/tools/test_distillation_table.py runs it",
     "tools/tables/procedural_audit.py": "takes minutes; tests/tasks/test_tasks_procedural.py runs some of it",
     "tools/pair": "starts runs of its own; tests/tools/test_pair.py runs it",
     "tools/tables/redteam_table.py": "takes minutes; tests/redteam/test_redteam_table.py runs some of it",
