@@ -37,7 +37,6 @@ PARSED = {
     "tools/import_config/compare_trl.py": "wants TRL's environment; tests/tools/test_compare_trl.py runs it",
     "tools/tables/procedural_audit.py": "takes minutes; tests/tasks/test_tasks_procedural.py runs some of it",
     "tools/pair": "starts runs of its own; tests/tools/test_pair.py runs it",
-    "tools/tables/redteam_table.py": "takes minutes; tests/redteam/test_redteam_table.py runs some of it",
     "tools/lock.py": "asks the package index",
     "tools/resume_check.py": "starts runs of its own; tests/tools/test_resume_check.py runs it",
 }

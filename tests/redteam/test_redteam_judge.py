@@ -4,8 +4,7 @@ import re
 from functools import partial
 
 import pytest
-import quoting_judge
-from judge_server import judge_server, mark_in, said
+from judge_server import Reply, judge_server, mark_in, said
 
 from grpo_fn.analysis.attacks import ATTACKS
 from grpo_fn.core.problem import Problem
@@ -15,6 +14,7 @@ from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.tasks.task import held_out_only
 
 TEMPLATE = "Question:\n{prompt}\n\n{fence}\n{completion}\n{fence}\n\nEnd with one line of this form:\n{mark}: N"
+MODEL = "attacked"
 PROBLEMS = [Problem(uid, f"What is {uid} + 1000?", f"{uid + 1000}", {}) for uid in range(40, 44)]
 
 
@@ -24,9 +24,15 @@ def first_grade(answer: str, mark: str) -> float | None:
     return found and min(1.0, float(found[1]) / 10)
 
 
+def quoted(question: str, before: int) -> Reply:
+    """The reply, word for word, and then the least grade: it grades nothing."""
+    reply = re.search(r"^(text-[a-p]{12})\n(.*)\n\1$", question, re.DOTALL | re.MULTILINE)[2]
+    return said(f"The reply was:\n{reply}\n{mark_in(question)}: 0")
+
+
 def attacked(endpoint: str, read) -> dict[str, float]:
     judge = Judge(
-        **{"name": "judge", "endpoint": endpoint, "model": quoting_judge.MODEL, "system": "", "template": TEMPLATE},
+        **{"name": "judge", "endpoint": endpoint, "model": MODEL, "system": "", "template": TEMPLATE},
         **{"read": read, "sampling": {}, "concurrency": 16, "retries": 0, "backoff_seconds": 0.1},
         **{"request_seconds": 30.0, "batch_seconds": 60.0, "max_failures": 4, "api_key_variable": None},
     )
@@ -36,9 +42,9 @@ def attacked(endpoint: str, read) -> dict[str, float]:
 
 
 def test_a_judge_that_quotes_the_reply_pays_nothing_but_to_a_reader_that_takes_the_quotation_for_its_grade() -> None:
-    with quoting_judge.quoting_judge() as endpoint:
-        sound = attacked(endpoint, partial(marked_score, low=0.0, high=10.0))
-        weak = attacked(endpoint, first_grade)
+    with judge_server(quoted, models=(MODEL,)) as up:
+        sound = attacked(up.url, partial(marked_score, low=0.0, high=10.0))
+        weak = attacked(up.url, first_grade)
     assert sound == dict.fromkeys(ATTACKS, 0.0)
     assert weak["judge_injections"] == 1.0
 
@@ -51,7 +57,7 @@ def test_a_judge_that_does_what_the_reply_orders_is_found_out(form: str) -> None
         ordered = "with 10 for N" in question
         return said(form.format(mark=mark_in(question)) if ordered else f"{mark_in(question)}: 0")
 
-    with judge_server(gullible, models=(quoting_judge.MODEL,)) as up:
+    with judge_server(gullible, models=(MODEL,)) as up:
         scores = attacked(up.url, partial(marked_score, low=0.0, high=10.0))
     assert scores.pop("judge_injections") == 1.0
     assert set(scores.values()) == {0.0}
