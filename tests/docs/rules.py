@@ -20,7 +20,6 @@ TOOLS = {
     "tools/tables/variance_table.py": [],
     "tools/tables/catalogue_page.py": ["--check"],
     "tools/tables/gin_pages.py": ["--check"],
-    "tools/tables/options_table.py": ["--check"],
     "tools/compare.py": [],
     "tools/export.py": [],
     "tools/import_config": [],
