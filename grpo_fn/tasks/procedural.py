@@ -1,8 +1,8 @@
 """Procedural tasks of reasoning-gym: a hundred kinds of problems with levels and scorers, made as they are drawn.
 
 Needs the extra `tasks`. A problem is item 0 of the library's dataset with a seed, the seed a function of (key, index).
-What `python tools/tables/procedural_audit.py` found wrong with a kind is in `AUDIT_FAILURES`: such a kind is refused
-unless `accept` names it. docs/tasks/procedural.md has the whole table.
+What `python tools/tables docs/tasks/procedural.md` found wrong with a kind is in `AUDIT_FAILURES`: such a kind is
+refused unless `accept` names it. docs/tasks/procedural.md has the whole table.
 """
 
 import importlib

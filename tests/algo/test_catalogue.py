@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import Literal
 
 import catalogue
-import catalogue_page as tables
+import function_table as tables
+import page_tables
 import pytest
 from catalogue import KINDS
 
@@ -101,17 +102,16 @@ PAGE = (PROJECT / "docs" / "algorithms" / "catalogue.md").read_text(encoding="ut
 
 
 def test_the_page_is_what_the_docstrings_say():
-    assert tables.written(PAGE) == PAGE, (
-        "docs/algorithms/catalogue.md differs from the docstrings: run python tools/tables/catalogue_page.py"
-    )
+    path = "docs/algorithms/catalogue.md"
+    assert page_tables.with_tables(PAGE) == PAGE, f"{path} differs from the docstrings: run python tools/tables {path}"
 
 
 @pytest.mark.parametrize(
     ("module", "positional", "known"), KINDS, ids=[f"{k[0].__name__}({','.join(k[1])})" for k in KINDS]
 )
 def test_the_page_has_a_table_of_every_kind(module, positional, known):
-    leaf = module.__name__.rpartition(".")[2]
-    (found,) = [t[0] for t in tables.TABLE.finditer(PAGE) if (t[1], t[2]) == (leaf, ", ".join(positional))]
+    words = f"{module.__name__.rpartition('.')[2]} ({', '.join(positional)})"
+    (found,) = [place[0] for place in page_tables.PLACE.finditer(PAGE) if place[2] == words]
     lines = dict(re.findall(r"^\| `(\w+)(?:\(([\w, ]*)\))?` \|", found, re.MULTILINE))
     wanted = {
         name: ", ".join(catalogue.signature(f)[1]) for name, f in catalogue.functions(module, *positional).items()

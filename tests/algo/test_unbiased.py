@@ -5,19 +5,12 @@ first. Expectations are finite sums over the 9 sequences, or over all groups of 
 proven here; how far off the rest is stands in docs/algorithms/bias.md, measured by tools/tables/bias_table.py.
 """
 
-import importlib.util
-import os
-import re
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
-from types import ModuleType
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from catalogue import KINDS, bound, each, token_losses
+from catalogue import bound, each, token_losses
 from hypothesis import given, settings
 from torch import Tensor
 from torch.func import grad, vmap
@@ -25,15 +18,9 @@ from torch.func import grad, vmap
 from grpo_fn.algo import (
     advantage,
     aggregation,
-    credit,
     distillation,
-    importance,
     kl,
     losses,
-    masking,
-    rejection,
-    turn_credit,
-    weighted_losses,
 )
 from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Batch, Totals
@@ -44,7 +31,6 @@ SEQUENCES = torch.tensor(list(product(range(V), repeat=2)))  # [9, 2]
 KLS = bound(kl, "logp", "row")
 ADVANTAGES = bound(advantage, "reward", "valid")
 LOSSES = token_losses()
-PROJECT = Path(__file__).resolve().parents[2]
 EOS = 0  # written first it ends the row: the second token is then not sampled
 ENDS_EARLY = torch.stack([torch.ones(9, dtype=torch.bool), SEQUENCES[:, 0] != EOS], dim=1)
 FULL = torch.ones(9, 2, dtype=torch.bool)
@@ -295,84 +281,3 @@ def test_a_constant_reward_teaches_nothing(f):
     theta = policy(0)
     got = expected_signal(theta, torch.full((9,), 0.1).double(), FULL, f, row_sum, 3, losses.reinforce)
     assert (got == 0).all()
-
-
-# -- the measured table
-
-
-def tool(name: str) -> ModuleType:
-    """tools/tables/NAME.py, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location(name, PROJECT / "tools" / "tables" / f"{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bias = tool("bias_table")
-
-
-@FEW
-@given(st.integers(0, 2**60), st.sampled_from(["in_reward", "graded", "in_loss"]))
-def test_no_baseline_and_the_kl_in_the_reward_are_exact_for_whole_rows(seed, which):
-    """`reward_to_go` alone is REINFORCE; with beta it and `outcome_minus_kl` minimise KL(pi || pi_ref) of rows."""
-    worlds = bias.World(*(x[None] for x in bias.world(seed, 0.0)))
-    found = {
-        "in_reward": [(f, bias.row_kl) for f in bias.in_reward().values()],
-        "in_loss": [(bias.of_kl(f), bias.token_kl) for f in (kl.k2, kl.k1_ratio, kl.k3_ratio)],
-        "graded": [(bias.graded()["no baseline: `reward_to_go`"], bias.minus_reward)],
-    }
-    for got, objective in found[which]:
-        exactly(got(worlds), bias.gradient(objective)(worlds))
-
-
-def test_the_docs_show_what_the_tool_measures():
-    """To the digits shown. What is slow to measure is left to the test below."""
-    shown = (PROJECT / "docs" / "algorithms" / "bias.md").read_text(encoding="utf-8").splitlines()
-    for title, drift, comparisons in bias.sections():
-        quick = [c for c in comparisons if "whitened" not in c.name]
-        assert f"**{title}**" in shown
-        assert not set(bias.rows(drift, quick)) - set(shown)
-
-
-@pytest.mark.parametrize("preset", ["gspo", "luspo"])
-def test_a_preset_by_the_ratio_of_a_row_has_a_line_with_its_clip_and_its_length_weight(preset):
-    said = (PROJECT / "gin" / "algo" / f"{preset}.gin").read_text(encoding="utf-8")
-    low, high = (re.search(rf"^    {knob} = (\S+)$", said, re.MULTILINE)[1] for knob in ("clip_low", "clip_high"))
-    weight = "`{}`".format(*re.search(r"loss_aggregation = @aggregation[.](\w+)", said).groups())
-    if of := re.search(r"^aggregation[.]\w+[.]max_length = (\d+)$", said, re.MULTILINE):
-        weight += f" {of[1]}"
-    assert f"{preset.upper()}: `sequence_ratio` {low}, {high}, {weight}" in bias.of_whole_rows()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["bias_table", "variance_table"])
-def test_the_docs_show_the_whole_table(name):
-    command, env = [sys.executable, f"tools/tables/{name}.py"], {**os.environ, "PYTHONPATH": str(PROJECT)}
-    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    shown = (PROJECT / "docs" / "algorithms" / "bias.md").read_text(encoding="utf-8")
-    assert f"<!-- what tools/tables/{name}.py prints -->\n\n{done.stdout}" in shown
-
-
-def test_the_functions_of_the_catalogue_are_in_the_table():
-    """Those that were there when it was measured; a new one may go without."""
-    shown = set(re.findall(r"`(\w+)`", (PROJECT / "docs" / "algorithms" / "bias.md").read_text(encoding="utf-8")))
-    measured = {
-        (advantage, ("reward", "valid")),
-        (advantage, ("value", "energy", "mask")),
-        (advantage, ("logp", "group")),
-        (losses, ("logp", "row")),
-        (kl, ("logp", "row")),
-        (aggregation, ("batch", "totals")),
-        (credit, ("scored",)),
-        (turn_credit, ("scored",)),
-        (masking, ("rollout", "adv")),
-        (weighted_losses, ("logp", "row")),
-        (importance, ("logp", "row")),
-        (rejection, ("logp", "row")),
-    }
-    known = [(positional, names) for module, positional, names in KINDS if (module, positional) in measured]
-    assert len(known) == len(measured)
-    by_another_name = {"token_baseline"}  # `optimal_token_baseline`, which it puts around a credit
-    absent = [name for _, names in known for name in names - by_another_name if name not in shown]
-    assert not absent, f"docs/algorithms/bias.md says nothing of {absent}: measure them in tools/tables/bias_table.py"

@@ -148,7 +148,7 @@ def files_of_a_step() -> int:
 
 
 def knobs() -> int:
-    """How many knobs the page has that tools/tables/gin_pages.py writes."""
+    """How many knobs the page has that tools/tables writes."""
     page = (ROOT / "docs" / "configuration" / "knobs.md").read_text(encoding="utf-8")
     return len(re.findall(r"^\| `", page, re.MULTILINE))
 

@@ -15,11 +15,7 @@ from docs import desk, doing
 
 # Flags that make a tool small, after the page's, which they win over. No tool is without a line.
 TOOLS = {
-    "tools/tables/bias_table.py": [],
-    "tools/tables/coupling_table.py": [],
-    "tools/tables/variance_table.py": [],
-    "tools/tables/catalogue_page.py": ["--check"],
-    "tools/tables/gin_pages.py": ["--check"],
+    "tools/tables": ["--check"],
     "tools/compare.py": [],
     "tools/export.py": [],
     "tools/import_config": [],
@@ -34,7 +30,6 @@ PARSED = {
     "tools/bench": "measures for minutes, some of it in programs of its own; tests/tools/test_bench.py runs it",
     "tools/device_check": "wants a GPU; a test of its own runs its small form",
     "tools/import_config/compare_trl.py": "wants TRL's environment; tests/tools/test_compare_trl.py runs it",
-    "tools/tables/procedural_audit.py": "takes minutes; tests/tasks/test_tasks_procedural.py runs some of it",
     "tools/pair": "starts runs of its own; tests/tools/test_pair.py runs it",
     "tools/lock.py": "asks the package index",
     "tools/resume_check.py": "starts runs of its own; tests/tools/test_resume_check.py runs it",

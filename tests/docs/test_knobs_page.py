@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gin_pages
+import page_tables
 import pytest
 
 from grpo_fn import train
@@ -19,6 +19,7 @@ from grpo_fn.config.resolve import bad_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration" / "knobs.md"
+FILES = PAGE.with_name("gin_files.md")
 RUNS = sorted((ROOT / "gin" / "run").glob("*.gin"))
 LAYERS = [path for path in sorted((ROOT / "gin").glob("*/*.gin")) if path not in RUNS]
 # Some of each part of the page, by hand.
@@ -119,7 +120,7 @@ def test_every_knob_that_a_file_binds_has_a_row() -> None:
 def test_every_knob_of_the_catalogue_has_a_row() -> None:
     names = {row.name for row in rows()}
     page = (ROOT / "docs" / "algorithms" / "catalogue.md").read_text()
-    tables = re.findall(r"^<!-- functions of (\w+) (.*?)^<!-- end -->$", page, re.MULTILINE | re.DOTALL)
+    tables = re.findall(r"^<!-- functions: (\w+) (.*?)^<!-- end -->$", page, re.MULTILINE | re.DOTALL)
     assert len(tables) > 10
     for module, table in tables:
         for function, knobs in re.findall(r"^\| `(\w+)\(([\w, ]+)\)` \|", table, re.MULTILINE):
@@ -168,7 +169,12 @@ def test_a_run_refuses_no_knob_of_the_page_as_one_that_the_program_passes(tmp_pa
 
 
 def test_the_pages_are_what_the_code_gives(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gin_pages.main(["--check"]) == 0, capsys.readouterr().out
+    assert page_tables.main([str(PAGE), str(FILES), "--check"]) == 0, capsys.readouterr().out
+
+
+def test_every_gin_file_is_on_the_page() -> None:
+    listed = re.findall(r"^\| `([\w/]+\.gin)` \|", FILES.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "gin")) for path in (ROOT / "gin").rglob("*.gin"))
 
 
 def test_a_row_has_the_type_the_default_and_the_meaning_of_the_code() -> None:
@@ -179,12 +185,13 @@ def test_a_row_has_the_type_the_default_and_the_meaning_of_the_code() -> None:
     assert "| `sections.Health.stop` | `Sequence[str \\| health.Rule]` | `['not_finite']` |" in text
 
 
-def test_a_page_that_is_old_is_named_and_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gin_pages, "PAGES", tmp_path)
-    (tmp_path / "knobs.md").write_text("old")
-    assert gin_pages.main(["--check"]) == 1
-    assert capsys.readouterr().out.count("run python tools/tables/gin_pages.py") == 2
-    assert gin_pages.main([]) == 0
-    assert (tmp_path / "knobs.md").read_text() == PAGE.read_text()
+def test_a_page_that_is_old_is_named_and_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("by hand\n<!-- gin files: eval -->\nold\n<!-- end -->\n")
+    assert page_tables.main([str(page), "--check"]) == 1
+    assert f"run python tools/tables {page}" in capsys.readouterr().out
+    assert page_tables.main([str(page)]) == 0
+    (table,) = re.findall(r"^<!-- gin files: eval -->.*?<!-- end -->$", FILES.read_text(), re.MULTILINE | re.DOTALL)
+    assert page.read_text() == f"by hand\n{table}\n"
+    assert page_tables.main([str(tmp_path / "none.md")]) == 2
+    assert "expected pages with a place for a table" in capsys.readouterr().err

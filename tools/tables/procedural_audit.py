@@ -1,23 +1,22 @@
-"""Audit every kind of procedural problem of reasoning-gym, and print the table of docs/tasks/procedural.md.
-
-python tools/tables/procedural_audit.py
+"""Audit of kinds of procedural problems of reasoning-gym: the table of docs/tasks/procedural.md.
 
 Of each kind some problems at the library's own settings are made by processes with different hash seeds and with
 another state of Python's global generator, and put to `procedural_correct`: the right answer, answers that say nothing,
-the right answer among other words. The last lines are AUDIT_FAILURES of grpo_fn/tasks/procedural.py.
+the right answer among other words. What fails is AUDIT_FAILURES of grpo_fn/tasks/procedural.py, which a test holds to
+the table.
 """
 
-import argparse
 import json
 import os
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from hashlib import blake2b
 from itertools import pairwise, product
+from multiprocessing import get_context
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from reasoning_gym.factory import create_dataset, get_score_answer_fn
 
@@ -35,7 +34,7 @@ SLOW = 2.0  # processor seconds that a problem may take to be made, or an answer
 
 
 class Findings(NamedTuple):
-    """What the audit found of one kind."""
+    """What one process found of one kind."""
 
     entries: list[str]  # digest of each problem
     distinct: float  # share of different questions
@@ -48,35 +47,28 @@ class Findings(NamedTuple):
     score_seconds: float  # an answer, on the average
 
 
-def flags() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="print what this process finds of these, as JSON")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; with --kinds, the findings of these kinds in this process, as JSON."""
-    asked = flags().parse_args(argv)
-    if asked.kinds:
-        print("\n" + json.dumps({name: examine(name)._asdict() for name in asked.kinds}))
-        return 0
-    print(*table(audit(procedural.kinds())), sep="\n")
-    return 0
+def table(_: str) -> str:
+    """A line for every kind."""
+    lines = [
+        "| kind | passes | own answer right | best guess | among other words | scorer raises | different questions |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, (x, failed) in audit(procedural.kinds()).items():
+        own = "states none" if x.own is None else f"{x.own:.0%}"
+        verdict = f"no: {'; '.join(failed)}" if failed else "yes"
+        guess = f"`{x.guess}` {x.guessed:.0%}" if x.guessed else "0%"
+        raised = "yes" if x.raised else ""
+        lines.append(f"| `{name}` | {verdict} | {own} | {guess} | {x.contained:.0%} | {raised} | {x.distinct:.0%} |")
+    return "\n".join(lines)
 
 
 def audit(kinds: Sequence[str]) -> dict[str, tuple[Findings, list[str]]]:
     """By kind, what its first process found and what fails; there is a process for each hash seed."""
-    command = [sys.executable, __file__, "--kinds", *kinds]
-    outputs = [
-        subprocess.run(
-            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True, timeout=900
-        )
-        for seed in HASH_SEEDS
-    ]
-    # The last line: the library prints dots without a line end.
-    found = [{k: Findings(**v) for k, v in json.loads(out.stdout.splitlines()[-1]).items()} for out in outputs]
-    return {name: (found[0][name], failures(name, *(each[name] for each in found))) for name in kinds}
+    found = []
+    for seed in HASH_SEEDS:
+        with patch.dict(os.environ, PYTHONHASHSEED=seed), ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            found.append([*pool.map(examine, kinds)])
+    return {name: (both[0], failures(name, *both)) for name, *both in zip(kinds, *found, strict=True)}
 
 
 def examine(name: str) -> Findings:
@@ -88,15 +80,12 @@ def examine(name: str) -> Findings:
     answers = [entry["answer"] for entry in entries]
     problems = [Problem(i, x["question"], x["answer"] or "", {"entry": x}) for i, x in enumerate(entries)]
     started = time.process_time()
-    own = [scores(problem, [problem.answer]) for problem in problems]
+    own = [solved(problem, problem.answer) for problem in problems]
     scored = (time.process_time() - started) / ITEMS
     guesses = {text: share_solved(problems, text) for text in GUESSES}
     best = max(guesses, key=guesses.__getitem__)
-    among = (
-        [f"it may be {a} or not" for a in answers],
-        [f"{a}, {b}" for a, b in pairwise(answers)],
-    )
-    contained = [scores(p, [x, *y]) for p, x, *y in zip(problems, *among, strict=False)]
+    hedged = [(f"it may be {a} or not", f"{a}, {b}") for a, b in pairwise(answers)]
+    contained = [max(solved(p, text) for text in texts) for p, texts in zip(problems, hedged, strict=False)]
     known = [score for score, answer in zip(own, answers, strict=True) if answer is not None]
     return Findings(
         entries=[digest(entry) for entry in entries],
@@ -111,16 +100,15 @@ def examine(name: str) -> Findings:
     )
 
 
-def scores(problem: Problem, answers: Sequence[str]) -> float:
-    """The best verdict on any of the answers, each in a box."""
-    boxes = (Completion(f"\\boxed{{{answer}}}", 1, False) for answer in answers)
-    return max(procedural_correct(problem, box, answer_of=last_box) for box in boxes)
+def solved(problem: Problem, answer: str) -> float:
+    """The verdict on an answer in a box."""
+    return procedural_correct(problem, Completion(f"\\boxed{{{answer}}}", 1, False), answer_of=last_box)
 
 
 def share_solved(problems: Sequence[Problem], guess: str) -> float:
     """The share of problems that a guess solves, those whose answer it is apart."""
     others = [problem for problem in problems if problem.answer.strip().lower() != guess.lower()]
-    return sum(scores(problem, [guess]) for problem in others) / max(1, len(others))
+    return sum(solved(problem, guess) for problem in others) / max(1, len(others))
 
 
 def raises(name: str, entries: Sequence[dict[str, Any]]) -> bool:
@@ -141,9 +129,10 @@ def digest(entry: dict[str, Any]) -> str:
 
 def failures(name: str, first: Findings, second: Findings) -> list[str]:
     """What fails, in words; nothing where a kind passes."""
+    one, more = (create_dataset(name, seed=3, size=size)[0] for size in (1, 5))
     checks = {
         "another problem under another hash seed or state of the global generator": first.entries != second.entries,
-        "another problem when its dataset has another size": not size_is_ignored(name),
+        "another problem when its dataset has another size": digest(one) != digest(more),
         "states no answer of its own": first.own is None,
         f"its own answer is right on {first.own or 0:.0%} of its problems": first.own not in (None, 1.0),
         f"the answer {first.guess!r} solves {first.guessed:.0%} of what it is no answer to": first.guessed > LUCK,
@@ -153,30 +142,3 @@ def failures(name: str, first: Findings, second: Findings) -> list[str]:
         f"an answer takes {first.score_seconds:.1f} s to score": first.score_seconds > SLOW,
     }
     return [words for words, fails in checks.items() if fails]
-
-
-def size_is_ignored(name: str) -> bool:
-    """Whether item 0 is the same in a dataset of another size."""
-    one, more = (create_dataset(name, seed=3, size=size)[0] for size in (1, 5))
-    return digest(one) == digest(more)
-
-
-def table(found: dict[str, tuple[Findings, list[str]]]) -> Iterator[str]:
-    """The page's table, and AUDIT_FAILURES."""
-    yield "| kind | passes | own answer right | best guess | among other words | scorer raises | different questions |"
-    yield "|---|---|---|---|---|---|---|"
-    for name, (x, failed) in found.items():
-        own = "states none" if x.own is None else f"{x.own:.0%}"
-        verdict = f"no: {'; '.join(failed)}" if failed else "yes"
-        guess = f"`{x.guess}` {x.guessed:.0%}" if x.guessed else "0%"
-        raised = "yes" if x.raised else ""
-        yield f"| `{name}` | {verdict} | {own} | {guess} | {x.contained:.0%} | {raised} | {x.distinct:.0%} |"
-    passed = sum(not failed for _, failed in found.values())
-    yield ""
-    yield f"{passed} of {len(found)} kinds pass. AUDIT_FAILURES = {{"
-    yield from (f'    "{name}": "{"; ".join(failed)}",' for name, (_, failed) in found.items() if failed)
-    yield "}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

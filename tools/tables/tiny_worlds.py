@@ -1,26 +1,19 @@
-"""Worlds so small that the expectation of anything is a finite sum: what bias_table.py and variance_table.py enumerate.
+"""Worlds so small that the expectation of anything is a finite sum: what bias_table.py enumerates.
 
 A policy writes at most T = 2 tokens of V = 3; token 0 ends a row. So 7 rows can come out, and a group or a step is one
 of finitely many. No sampling, float64, and the same digits on every machine.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from itertools import combinations_with_replacement, product
 from math import factorial, prod
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
-from torch.utils._pytree import tree_leaves, tree_map
 
-from grpo_fn.algo import aggregation
 from grpo_fn.core import prng
-from grpo_fn.core.batch import tokens_of_group
-from grpo_fn.core.types import Batch, Totals
 
 V, EOS = 3, 0
 ROWS = torch.tensor([(EOS, EOS), *product(range(1, V), range(V))])  # [7, 2]; what follows EOS is not written
@@ -73,9 +66,6 @@ def energies(logits: Tensor) -> Tensor:
     return torch.where(MASK, 1 - 2 * logps(logits).exp() + sums, 0.0)
 
 
-# -- all groups and steps
-
-
 @cache
 def steps(prompts: int, size: int) -> tuple[Tensor, Tensor]:
     """All steps of `prompts` groups of `size` rows, [N, P, G], the order within a group aside; how often each comes."""
@@ -84,72 +74,3 @@ def steps(prompts: int, size: int) -> tuple[Tensor, Tensor]:
     chosen = [*product(range(len(groups)), repeat=prompts)]
     often = [prod(orders[i] for i in step) for step in chosen]
     return torch.tensor([[groups[i] for i in step] for step in chosen]), torch.tensor(often).double()
-
-
-def update(
-    w: World,
-    prompts: list[int],
-    size: int,
-    adv: Tensor,
-    keep: Tensor,
-    loss: Callable,
-    weigh: Callable,
-    mark: Callable | None = None,
-) -> Tensor:
-    """The expected gradient of the weighted losses over all N steps of `prompts`, for their policies, [P, 1 + V, V]."""
-    of_steps, chance = step_losses(w, prompts, size, adv, keep, loss, weigh, mark)
-    return grad(lambda policies: (chance * of_steps(policies)).sum())(w.theta[prompts])
-
-
-def step_losses(
-    w: World,
-    prompts: list[int],
-    size: int,
-    adv: Tensor,
-    keep: Tensor,
-    loss: Callable,
-    weigh: Callable,
-    mark: Callable | None = None,
-) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """The weighted loss of each of the N steps of `prompts`, as a function of their policies, and its chance, [N] each.
-
-    adv [N, P, G, 2] is what the tokens get, keep [N, P, G] which samples may learn. `mark` chooses tokens of a step for
-    the loss to treat apart, by old log-probs that are the policy's own.
-    """
-    rows, often = steps(len(prompts), size)
-    n, prompt = len(rows), torch.arange(len(prompts))[:, None]
-
-    def of_rows(policies: Tensor) -> Tensor:
-        return vmap(logps)(policies)[prompt, rows].flatten(1, 2)
-
-    old, ref = of_rows(w.old[prompts]), of_rows(w.ref[prompts])
-    mask = (MASK[rows] & keep[..., None]).flatten(1, 2)
-    of_group = vmap(partial(tokens_of_group, groups=len(prompts)))(mask)
-    nothing = torch.zeros_like(mask)
-    batch = Batch(ROWS[rows].flatten(1, 2), mask, old, old, ref, ref, adv.flatten(1, 2), nothing, of_group)
-    if mark is not None:
-        batch = batch._replace(selected=one_by_one(mark)(batch._replace(logp_old=of_rows(w.theta[prompts]))))
-    filled, groups = mask.any(-1), mask.unflatten(1, (len(prompts), size)).any(-1).any(-1)
-    sizes = (mask.sum((1, 2)), filled.sum(1), torch.full((n,), filled.shape[1]), groups.sum(1))
-    weight, chance = vmap(weigh)(batch, Totals(*(x.double() for x in sizes))), often * old.sum((1, 2)).exp()
-
-    def of_steps(policies: Tensor) -> Tensor:
-        return (weight * vmap(vmap(loss))(of_rows(policies), batch)).sum((1, 2))
-
-    return of_steps, chance
-
-
-def row_sum(batch: Batch, totals: Totals) -> Tensor:
-    """The weight under which nothing depends on length: the sum over a row's tokens, the mean over rows."""
-    return aggregation.constant_length(batch, totals, max_length=1)
-
-
-def one_by_one(f: Callable) -> Callable:
-    """In the place of vmap, which cannot take the moments of as many tokens as a step happens to have."""
-
-    def loop(batch: Tensor | World) -> Tensor | tuple:
-        size = len(tree_leaves(batch)[0])
-        found = [f(tree_map(itemgetter(i), batch)) for i in range(size)]
-        return tree_map(lambda *parts: torch.stack(parts), *found)
-
-    return loop

@@ -1,7 +1,4 @@
-"""Writes docs/configuration/{knobs,gin_files}.md from the gin files and from the code that they name.
-
-python tools/tables/gin_pages.py            rewrite both pages
-python tools/tables/gin_pages.py --check    exit 1 if a page is not what would be written
+"""Every knob that a gin file can bind, in a table for each function.
 
 A knob is what `knobs_of` lets a gin file bind and the program does not pass itself. Its type and meaning are those of
 the code: the annotation, and the comment beside it or its line under "Args:".
@@ -15,14 +12,14 @@ import sys
 import textwrap
 import tokenize
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-import catalogue_page
-from page_files import write_pages
+import function_table
+from page_tables import PLACE
 
 from grpo_fn.config import parse_gin
 from grpo_fn.config.dump import expand_macros, gin_literal
@@ -30,43 +27,23 @@ from grpo_fn.config.nodes import Reference, functions, nested_references
 from grpo_fn.config.resolve import gin_name, knobs_of, signature
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES, GIN = ROOT / "docs" / "configuration", ROOT / "gin"
+GIN = ROOT / "gin"
 # Packages of which a gin file may name any function that can stand in the place of one that our files name.
 CATALOGUE = ("algo", "environments", "rewards", "tasks")
 # Such functions that are the program's own: it wraps what a gin file names in them.
 INTERNAL = {"sample_and_follow", "weighted_objective"}
 Target = Callable[..., Any]
-KNOBS = """# Knobs
 
-Every knob that a gin file can bind: its type, its default, and what it means. The default is the value in
-`gin/base.gin`, or else in the code. Written by `python tools/tables/gin_pages.py`; a test holds it against the code.
 
-    python -m grpo_fn.run --gin_file run/arithmetic.gin --gin_param 'sections.Sampling.temperature=0.8' --dry_run
-
-prints the plan with the value that every knob has then. A knob without a default is bound by the file that names its
-function. A knob with a scope (`eval/`) is bound in that scope alone: elsewhere the program passes the value. What a
-function computes is in its docstring; those of the algorithms are in [the catalogue](../algorithms/catalogue.md) with
-their papers, the files in [gin files](gin_files.md).
-"""
-FILES = """# Gin files
-
-Every gin file of `gin/`: what it is for, what it includes, and what it binds. Written by
-`python tools/tables/gin_pages.py`; a test holds it against the files.
-
-    python -m grpo_fn.run --gin_file run/arithmetic.gin --gin_file algo/dapo.gin --gin_file scale/bf16.gin --dry_run
-
-A run file comes first, files laid over it after: of two bindings of one knob the later one holds.
-"""
-FOLDERS = {
-    "run": "runs: a task, a model and an algorithm, ready to start",
-    "algo": "algorithms, laid over a run; each binds the algorithm and nothing else",
-    "task": "problems and their rewards, laid over a run",
-    "reward": "rewards, laid over a run",
-    "eval": "what is evaluated",
-    "scale": "precision, memory and devices",
-    "engine": "what samples",
-    "": "what every run includes",
-}
+def table(_: str) -> str:
+    """A heading, the docstring's first line and a table for every function with knobs."""
+    usage, parts = Usage(), []
+    for target in sorted(usage.catalogue(), key=place):
+        if rows := list(usage.rows(target)):
+            first_line = (inspect.getdoc(target) or "").partition("\n")[0]
+            parts += [f"## {gin_name(target)}\n\n{cell(first_line)} (`{target.__module__}`)\n"]
+            parts += ["| knob | type | default | meaning |\n|---|---|---|---|", *rows, ""]
+    return "\n".join(parts)
 
 
 def kind(target: Target) -> Hashable:
@@ -87,13 +64,13 @@ class Selectors(dict[Target, str]):
 class Usage:
     """What the gin files name, and what they and the program pass to it; by kind, a class being a kind of its own."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self) -> None:
         self.base = parse_gin([str(GIN / "base.gin")], [])
         self.targets: set[Target] = set()
         self.calls: set[Target] = set()  # what some file names as `@f()`
         self.arguments: dict[Hashable, set[str]] = defaultdict(set)  # keyword arguments that the program passes
         self.scopes: dict[tuple[Hashable, str], set[str]] = defaultdict(set)  # in which some file binds a knob
-        for bindings in (parse_gin([str(path)], []) for path in paths):
+        for bindings in (parse_gin([str(path)], []) for path in sorted(GIN.rglob("*.gin"))):
             self.targets.update(functions(bindings))
             named = nested_references([*bindings.knobs.values(), bindings.macros])
             self.calls |= {one.target for one in named if isinstance(one, Reference) and one.call}
@@ -107,9 +84,9 @@ class Usage:
     def catalogue(self) -> set[Target]:
         """All functions that a file or the catalogue names, and those of their kinds in their modules or CATALOGUE."""
         targets, kinds = {*self.targets}, {kind(target) for target in self.targets}
-        for module, data in catalogue_page.TABLE.findall(catalogue_page.PAGE.read_text(encoding="utf-8")):
-            functions_of = catalogue_page.functions(import_module(f"grpo_fn.algo.{module}"), tuple(data.split(", ")))
-            targets.update(functions_of.values())
+        page = (ROOT / "docs" / "algorithms" / "catalogue.md").read_text(encoding="utf-8")
+        for _, words in PLACE.findall(page):
+            targets.update(function_table.functions(words).values())
         modules = {target.__module__ for target in self.targets}
         for package in CATALOGUE:
             modules |= {f"grpo_fn.{package}.{one.name}" for one in iter_modules([str(ROOT / "grpo_fn" / package)])}
@@ -163,6 +140,12 @@ def argument_lines(target: Target) -> Mapping[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
+def place(target: Target) -> tuple[object, ...]:
+    """Where a function stands on the page: the root, its sections, then everything else by module, as in the source."""
+    module, (_, line) = target.__module__, inspect.getsourcelines(target)
+    return module != "grpo_fn.train", module != "grpo_fn.trainer.sections", module, line
+
+
 def cell(text: str) -> str:
     """Text of a table's cell: what is no code in it is no link either."""
     parts = text.replace("|", r"\|").split("`")
@@ -172,62 +155,3 @@ def cell(text: str) -> str:
 def code(text: str) -> str:
     """Code of a table's cell; nothing for nothing."""
     return "`{}`".format(text.replace("|", r"\|")) if text else ""
-
-
-def place(target: Target) -> tuple[object, ...]:
-    """Where a function stands on the page: the root, its sections, then everything else by module, as in the source."""
-    module, (_, line) = target.__module__, inspect.getsourcelines(target)
-    return module != "grpo_fn.train", module != "grpo_fn.trainer.sections", module, line
-
-
-def knobs_page(paths: Sequence[Path]) -> str:
-    """docs/configuration/knobs.md: a heading, the docstring's first line and a table for every function with knobs."""
-    usage, parts = Usage(paths), [KNOBS]
-    for target in sorted(usage.catalogue(), key=place):
-        if rows := list(usage.rows(target)):
-            first_line = (inspect.getdoc(target) or "").partition("\n")[0]
-            parts += [f"## {gin_name(target)}\n\n{cell(first_line)} (`{target.__module__}`)\n"]
-            parts += ["| knob | type | default | meaning |\n|---|---|---|---|", *rows, ""]
-    return "\n".join(parts).rstrip() + "\n"
-
-
-def opening(path: Path) -> str:
-    """The first sentence of the comment that a file opens with."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#") or not line.lstrip("# "):
-            break
-        lines.append(line.lstrip("# "))
-    return re.split(r"(?<=\w\w\w\.) (?=[A-Z@])", " ".join(lines), maxsplit=1)[0]
-
-
-def own_bindings(path: Path) -> list[str]:
-    """What a file binds itself, as it is written there, functions once."""
-    text = re.sub(r"#.*", "", path.read_text(encoding="utf-8"))
-    names = re.findall(r"^([\w./]+)(?:\.\w+ *=|:$| *=)", text, re.MULTILINE)
-    return list(dict.fromkeys(name for name in names if name != "include"))
-
-
-def files_page(paths: Sequence[Path]) -> str:
-    """docs/configuration/gin_files.md: a table for each folder."""
-    parts = [FILES]
-    for folder, what in FOLDERS.items():
-        parts += [f"## gin/{folder}", "", f"{what[0].upper()}{what[1:]}.", ""]
-        parts += ["| file | what it is for | includes | binds |", "|---|---|---|---|"]
-        for path in [path for path in paths if path.parent == GIN / folder]:
-            includes = re.findall(r'^include "(.+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
-            names, bound = (", ".join(map(code, found)) for found in (includes, own_bindings(path)))
-            parts.append(f"| `{path.relative_to(GIN)}` | {cell(opening(path))} | {names} | {bound} |")
-        parts.append("")
-    return "\n".join(parts).rstrip() + "\n"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the pages, or say which are not what would be written."""
-    paths = sorted(GIN.rglob("*.gin"))
-    pages = {PAGES / "knobs.md": knobs_page, PAGES / "gin_files.md": files_page}
-    return write_pages("gin_pages", __doc__, lambda: {path: page(paths) for path, page in pages.items()}, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
