@@ -26,12 +26,12 @@ def test_there_are_enough_configurations_and_none_is_there_twice() -> None:
     assert wanted | {"importance_sampling_level", "top_entropy_quantile", "mask_truncated_completions"} <= of
 
 
-def test_every_repair_belongs_to_words_that_the_importer_writes() -> None:
-    """A repair whose note is never written could never be called for; one that always is would hide differences."""
-    drafts = [compare_trl.draft_of(case.config) for case in compare_trl_cases.CASES]
-    called = [compare_trl_ours.called_for(draft) for draft in drafts if not isinstance(draft, str)]
-    assert set.union(*called) == set(compare_trl_ours.REPAIRS)
-    assert set.intersection(*called) == {"unscored rows"}
+def test_every_named_difference_has_words_that_the_importer_writes() -> None:
+    """Words that are never written could name nothing; those that always are would hide differences."""
+    pairs = [(case, compare_trl.draft_of(case.config)) for case in compare_trl_cases.CASES]
+    named = [set(compare_trl.named(case, draft)) for case, draft in pairs if not isinstance(draft, str)]
+    assert set.union(*named) == set(compare_trl.NOTES)
+    assert any(not names for names in named)
 
 
 CASE = "loss_type=dapo, beta=0.1"
@@ -44,14 +44,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     model, shared = compare_trl_ours.samples(folder)
     (case,) = [case for case in compare_trl_cases.CASES if case.name == CASE]
     made = compare_trl_ours.imported(case, compare_trl.draft_of(case.config), shared, model, folder)
-    update = {"params": made.policy.params, "micro": [list(range(8)), list(range(8, 16))]}
-    (grads,) = compare_trl_ours.gradients(made, [update], set())
+    update = {"params": made.policy.params}
+    (grads,) = compare_trl_ours.gradients(made, [update])
     return case, shared, model, folder, update, grads
 
 
-def judged(world: tuple[Any, ...], grads: dict[str, torch.Tensor], **changes: Any) -> compare_trl.Result:
+def judged(
+    world: tuple[Any, ...], grads: dict[str, torch.Tensor], *, unscored: bool = False, **changes: Any
+) -> compare_trl.Result:
     case, shared, model, folder, update, _ = world
-    case = compare_trl_cases.Case(case.config | changes)
+    case = compare_trl_cases.Case(case.config | changes, unscored)
     theirs = {"updates": [{**update, "grads": grads}]}
     return compare_trl.judged(case, compare_trl.draft_of(case.config), theirs, shared, model, folder)
 
@@ -66,16 +68,19 @@ def test_the_same_gradient_is_equal_and_another_is_silent(world: tuple[Any, ...]
     assert found.apart == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_a_difference_counts_as_named_only_with_its_note_and_its_size(world: tuple[Any, ...]) -> None:
-    case, shared, model, folder, update, _ = world
-    half = {"top_entropy_quantile": 0.5}
-    changed = compare_trl_cases.Case(case.config | half)
-    made = compare_trl_ours.imported(changed, compare_trl.draft_of(changed.config), shared, model, folder)
-    (masked,) = compare_trl_ours.gradients(made, [update], {"entropy quantile"})
-    found = judged(world, masked, **half)
+def test_a_difference_counts_as_named_only_with_a_note_of_its_own(world: tuple[Any, ...]) -> None:
+    other = {name: 1.5 * g for name, g in world[-1].items()}
+    found = judged(world, other, top_entropy_quantile=0.5)
     assert (found.outcome, found.said) == ("named", "entropy quantile")
-    assert judged(world, masked).outcome == "silent"  # the note is not written
-    assert judged(world, {name: 1.001 * g for name, g in masked.items()}, **half).outcome == "silent"
+    assert judged(world, other).outcome == "silent"  # the note of rewards of None is no excuse where there are none
+    assert judged(world, other, unscored=True).said == "unscored rows"
+
+
+def test_another_number_of_optimizer_steps_is_a_difference(world: tuple[Any, ...]) -> None:
+    case, shared, model, folder, update, grads = world
+    theirs = {"updates": [{**update, "grads": grads}] * 2}
+    found = compare_trl.judged(case, compare_trl.draft_of(case.config), theirs, shared, model, folder)
+    assert (found.outcome, found.apart) == ("silent", float("inf"))
 
 
 def test_a_python_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@
 
 WORK.pt has the model's folder, the samples with their log-probs and rewards, and the configurations. The trainer is
 TRL's, from its data loader to its backward pass: what it samples is given, and before each of its optimizer steps the
-parameters, their gradients and the rows of each micro-batch are written down.
+parameters and their gradients are written down.
 """
 
 import sys
@@ -36,7 +36,7 @@ def main(work: Path, out: Path) -> int:
 
 
 def updates(shared: dict[str, Any], case: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Each optimizer step of one rollout: parameters before it, gradients, rows of each micro-batch."""
+    """Each optimizer step of one rollout: parameters before it, and gradients."""
     import datasets
     import torch
     import trl
@@ -44,7 +44,6 @@ def updates(shared: dict[str, Any], case: dict[str, Any], folder: Path) -> list[
     from trl.trainer import grpo_trainer
 
     noted: list[dict[str, Any]] = []
-    seen: list[list[int]] = []
 
     class Noting(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **others: Any) -> None:
@@ -55,10 +54,8 @@ def updates(shared: dict[str, Any], case: dict[str, Any], folder: Path) -> list[
                     "grads": {
                         name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named.items()
                     },
-                    "micro": list(seen),
                 }
             )
-            seen.clear()
 
     class NoEngine:
         def __init__(self, **settings: Any) -> None: ...
@@ -81,13 +78,6 @@ def updates(shared: dict[str, Any], case: dict[str, Any], folder: Path) -> list[
     if trainer.ref_model is not None:
         trainer.ref_model.double().load_state_dict(shared["reference"])
     trainer._generate_single_turn = given(shared, rows, logps=trainer.use_vllm)
-    loss = trainer._compute_loss
-
-    def noting_loss(model: Any, inputs: dict[str, Any]) -> Any:
-        seen.append((inputs["completion_ids"][:, 0] - first).tolist())
-        return loss(model, inputs)
-
-    trainer._compute_loss = noting_loss
     trainer.train()
     return noted
 
