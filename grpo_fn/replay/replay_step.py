@@ -328,7 +328,7 @@ def repeat(
 ) -> None:
     """Restore, take every step up to the one asked for, and compare each with what was recorded."""
     say = speaker(run.world)
-    run.pool.judges.record.read_only = True
+    run.pool.judge_record.read_only = True
     stored = asked.stored or unrepeatable(run, say)
     if stored:
         run = replace(run, sampler=NoSampler())

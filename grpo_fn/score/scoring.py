@@ -8,8 +8,10 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
+from select import select
 from typing import Any, BinaryIO, NamedTuple
 
 from tqdm import tqdm
@@ -262,6 +264,7 @@ def reward_of(named: RewardSpec, knobs: Sequence[str]) -> RewardFn:
 # In flight, read and not yet written: enough for the other workers while one row takes its time.
 MOST_ROWS = 4096
 MOST_BYTES = 2**24
+PAUSE = 0.02  # seconds between two looks at what is scored, while no line comes
 EXIT_BROKEN_PIPE = 141  # what a shell says of a program that SIGPIPE ended
 
 
@@ -310,28 +313,36 @@ def score_lines(
     Not more than MOST_ROWS rows, or the first beyond MOST_BYTES, are in flight. Raises ValueError for the first bad
     row, after everything before it.
     """
-    flying: deque[bytes] = deque()
-    fault, held, come = None, 0, False
-    with pool.job(fn) as job:
+    flying: deque[tuple[bytes, Problem, Completion, Future[Outcome]]] = deque()
+    fault, held = None, 0
+    try:
         while True:
+            rows, hungry = [], not lines.ready and not lines.ended
             try:
-                if come:
+                if hungry and select([lines], [], [], PAUSE if flying else None)[0]:
                     lines.fill()
-                while lines.ready and len(flying) < MOST_ROWS and held < MOST_BYTES:
+                while lines.ready and len(flying) + len(rows) < MOST_ROWS and held < MOST_BYTES:
                     where, number, line = lines.ready.popleft()
-                    job.add(*parse_row(where, number, line, needs=needs, suffix=suffix))
-                    flying.append(line)
+                    rows.append((line, *parse_row(where, number, line, needs=needs, suffix=suffix)))
                     held += len(line)
             except ValueError as error:
                 fault = error
                 lines.stop()
-            hungry = not lines.ready and not lines.ended
-            if not flying and not hungry:
+            problems, completions = [row[1] for row in rows], [row[2] for row in rows]
+            futures = pool.submit(fn, problems, completions)
+            flying += [(*row, future) for row, future in zip(rows, futures, strict=True)]
+            if not flying and lines.ended:
                 break
-            come = pool.turn(job, watching=[lines] if hungry else [])
-            if done := [(flying.popleft(), outcome) for outcome in job.take()]:
-                held -= sum(len(line) for line, _ in done)
-                yield done
+            if flying and (lines.ready or lines.ended):
+                wait([flying[0][-1]])
+            count = next((n for n, (*_, future) in enumerate(flying) if not future.done()), len(flying))
+            if done := [flying.popleft() for _ in range(count)]:
+                held -= sum(len(line) for line, *_ in done)
+                outcomes = pool.collect(fn, *zip(*(row[1:] for row in done), strict=True))
+                yield [(line, outcome) for (line, *_), outcome in zip(done, outcomes, strict=True)]
+    finally:
+        for *_, future in flying:
+            future.cancel()
     if fault is not None:
         raise fault
 

@@ -26,7 +26,7 @@ from grpo_fn.shell.model.logprob_model import LogprobModel, chunk_elements
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
-from grpo_fn.shell.reward_workers.streaming import StreamingRewards
+from grpo_fn.shell.reward_workers.early_rewards import EarlyRewards, parts_of
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.interface import (
     DataParallelSampler,
@@ -97,7 +97,7 @@ def build(
     load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=teachers)
     loaded = world.together(load, what="loading the model")
     policy = build_policy(s, loaded, world, reference=checked.reference)
-    streaming = StreamingRewards(pool := s.rewards.pool())
+    early = EarlyRewards(pool := s.rewards.pool(), parts_of(s.rewards.reward))
     draw = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     options = sampler_options(
         tokenizer,
@@ -105,14 +105,14 @@ def build(
         s.sampling,
         s.data,
         max_rows=s.sampling.max_rows,
-        on_completion=streaming.on_completion,
+        on_completion=early.on_completion,
         environments=environments,
     )
     start = partial(s.sampling.sampler, sampler_context(spec, world, loaded.decoding), options)
     report(sampler_line(s, checked.config, world.device))
     sampler = world.together(start, what="starting the sampler")
     probe = weight_probe(s.sampling.probe, checked, prng.fold_in(key, PROBING))
-    with closing(sampler), pool, streaming, environment_workers:
+    with closing(sampler), pool, environment_workers:
         yield TrainingRun(
             settings=s,
             request=request,
@@ -130,7 +130,7 @@ def build(
             sampled=DataParallelSampler(sampler.for_evaluation(s.evaluation.token_sampler), world),
             tokenizer=tokenizer,
             algo=run_algorithm(s, task),
-            reward=partial(streaming.round, reward=s.rewards.reward, world=world),
+            reward=partial(early.reward_of, reward=s.rewards.reward, world=world),
             teacher=teacher_of_run(s.teacher, policy, loaded, taught, world),
             demonstration_rows=(read := demonstration_reader(s.data, tokenizer, world.device)),
             demonstrations=demonstrations_of_step(s, checked, read),

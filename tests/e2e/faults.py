@@ -159,7 +159,7 @@ def scoring(calls: int, harm: Harm) -> None:
     """The harm comes as the rank begins to score its n-th share of rows."""
     from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 
-    after(calls, RewardPool, "judge", partial(first_the_harm, harm))
+    after(calls, RewardPool, "collect", partial(first_the_harm, harm))
 
 
 def between_steps(step: int, harm: Harm) -> None:

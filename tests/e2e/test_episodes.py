@@ -16,7 +16,7 @@ from e2e.test_ahead_run import AHEAD, IMPORTS
 from e2e.test_ranks import same_run
 
 from grpo_fn.replay.__main__ import main as replay
-from grpo_fn.shell.reward_workers.streaming import StreamingRewards
+from grpo_fn.shell.reward_workers.early_rewards import EarlyRewards
 
 EPISODES = ("--gin_file", str(TESTS / "e2e" / "episodes.gin"))
 
@@ -167,21 +167,20 @@ def test_a_batch_of_episodes_that_is_sampled_ahead_goes_through_a_checkpoint(cac
 
 
 def notes_early_rows(note: Path) -> None:
-    """Doom that harms nothing: a dot in the file for each row that is claimed before its step asks for rewards."""
-    claim = StreamingRewards._early
+    """Doom that harms nothing: a dot in the file for each row that is begun before its step asks for rewards."""
+    begin = EarlyRewards.on_completion
 
-    def watched(streaming: StreamingRewards, *args: Any) -> Any:
-        rows = claim(streaming, *args)
+    def watched(early: EarlyRewards, *row: Any) -> None:
         with note.open("a") as file:
-            file.write("." * len(rows))
-        return rows
+            file.write(".")
+        begin(early, *row)
 
-    StreamingRewards._early = watched
+    EarlyRewards.on_completion = watched
 
 
 def without_early_rewards() -> None:
     """Doom that harms nothing: no row is scored before its step asks for rewards."""
-    StreamingRewards.on_completion = lambda streaming, problem, completion: None
+    EarlyRewards.on_completion = lambda early, problem, completion: None
 
 
 @pytest.mark.slow
@@ -191,5 +190,5 @@ def test_rewards_that_come_early_are_those_that_come_late(cache: Path, tmp_path:
     for name, doom in dooms.items():
         argv = command(cache, tmp_path / name, *EPISODES, **changes)
         assert finish(argv, tmp_path / "out", doom) == 0, (tmp_path / "out").read_text()
-    assert (tmp_path / "rows").stat().st_size > 4 * 16 / 2  # of four steps, the first two being scored as one
+    assert (tmp_path / "rows").stat().st_size > 4 * 16 / 2  # of four steps
     assert outcome(tmp_path / "early") == outcome(tmp_path / "late")

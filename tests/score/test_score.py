@@ -14,6 +14,7 @@ import termios
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from select import select
 
 import psutil
 import pytest
@@ -35,7 +36,7 @@ from grpo_fn.score.scoring import (
     score_lines,
     verdict_names,
 )
-from grpo_fn.shell.reward_workers.reward_pool import Outcome, RewardPool, ready_among
+from grpo_fn.shell.reward_workers.reward_pool import Outcome, RewardPool
 
 MINE = '''
 import asyncio, os, sys, time
@@ -592,7 +593,7 @@ def test_rows_in_flight_are_bounded_while_one_takes_its_time(folder: Path, size:
     with subprocess.Popen(command("--timeout", "60"), stdin=-1, stdout=-1, cwd=folder, bufsize=0) as process:
         process.stdin.write(rows_of("sleep 60"))
         os.set_blocking(process.stdin.fileno(), False)
-        while taken < 2 * bound and ready_among(reading=[], writing=[process.stdin], seconds=2.0):
+        while taken < 2 * bound and select([], [process.stdin], [], 2.0)[1]:
             taken += process.stdin.write(row[taken % len(row) :] + row * 10)
         process.kill()
     assert bound - len(row) <= taken <= bound + pipe + 2 * PIECE + len(row)

@@ -1,15 +1,32 @@
-"""One question to a judge over HTTP: chat completions of an OpenAI-compatible endpoint, sent again where that helps."""
+"""Questions to judges over HTTP: chat completions of OpenAI-compatible endpoints, sent again where that helps.
+
+A thread makes all requests. An answer is on record before its row has an outcome.
+"""
 
 import asyncio
 import os
 import time
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from threading import Thread
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import httpx2
 
+from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.judge import Judge, JudgeQuestion
-from grpo_fn.shell.reward_workers.judge_record import JudgeAnswer
+from grpo_fn.shell.reward_workers.judge_record import JudgeAnswer, JudgeRecord, RecordedAnswer
+from grpo_fn.shell.reward_workers.worker_pool import LOAD, JudgeCost, Outcome
 
+CLOSING = 5.0  # seconds for requests under way to be dropped
+UNREADABLE = "the judge's answer has no verdict that can be read"
+REPLAYED = (
+    "got a completion that the run has no judge's answer about, and a replay asks no server; wanted the completions "
+    "of the run, for instance with --use_stored_rollout"
+)
 SHOWN = 300  # characters of a server's complaint
 LONGEST_WAIT = 60.0  # seconds before a request is sent again, whatever the server asks for
 AGAIN = {408, 409, 425, 429}  # and 5xx: not now
@@ -30,6 +47,122 @@ class Refused(Exception):
     def __init__(self, reason: str, *, fatal: bool) -> None:
         super().__init__(reason)
         self.fatal = fatal
+
+
+class JudgedRow(NamedTuple):
+    """A row that a judge scores."""
+
+    judge: Judge
+    seconds: float  # for the answer
+    problem: Problem
+    completion: Completion
+
+
+class JudgeUnreachable(Exception):
+    """A judge that answers nothing any more, or refuses all that it is asked; says why."""
+
+
+class JudgeRequests:
+    """Questions to judges, from any thread. What `record` holds is not asked again."""
+
+    def __init__(self, record: JudgeRecord) -> None:
+        self._record = record
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by digest: equal ones wait
+        self._unsettled = 0  # rows
+        self._unanswered: Counter[str] = Counter()  # by judge: questions in a row
+        self._failures: list[RecordedAnswer] = []  # put on record once the judge is known to be there
+        self._clients: dict[tuple[Any, ...], tuple[httpx2.AsyncClient, asyncio.Semaphore]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="judges", daemon=True)
+        self._thread.start()
+
+    def submit(self, rows: Sequence[JudgedRow]) -> list[Future[Outcome]]:
+        """Begin to ask about rows; the outcome of each is the verdict, None where there is none.
+
+        A future holds ValueError where a key is not set.
+        """
+        self._loop.call_soon_threadsafe(self._expect, len(rows))
+        return [asyncio.run_coroutine_threadsafe(self._outcome(row), self._loop) for row in rows]
+
+    def close(self) -> None:
+        """Drop what is under way, close the connections, and end the thread."""
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._drop(), self._loop).result(CLOSING)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSING)
+
+    async def _drop(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for client, _ in self._clients.values():
+            await client.aclose()
+
+    def _expect(self, rows: int) -> None:
+        self._unsettled += rows
+
+    async def _outcome(self, row: JudgedRow) -> Outcome:
+        judge, question = row.judge, row.judge.question(row.problem, row.completion)
+        try:
+            async with self._locks.setdefault(question.digest, asyncio.Lock()):
+                answer = self._known_answer(question, row.problem) or await self._ask(row, question)
+        except JudgeUnreachable as error:
+            return Outcome(None, str(error), 0.0, LOAD)
+        finally:
+            self._unsettled -= 1
+        value = None if answer.text is None else judge.read(answer.text, question.mark)
+        reason = answer.failure or (UNREADABLE if value is None else "")
+        cost = JudgeCost(
+            requests=answer.requests,
+            retries=max(0, answer.requests - 1),
+            prompt_tokens=answer.prompt_tokens,
+            completion_tokens=answer.completion_tokens,
+            failures=int(answer.text is None),
+            unreadable=int(answer.text is not None and value is None),
+            seconds=answer.seconds,
+        )
+        return Outcome(value, reason, answer.seconds, "judge" if value is None else "", cost=cost)
+
+    def _known_answer(self, question: JudgeQuestion, problem: Problem) -> JudgeAnswer | None:
+        """The answer on record; what was answered about another problem costs nothing again."""
+        if (answer := self._record.find(question.digest, problem.uid)) is not None:
+            return answer
+        if (answer := self._record.find_elsewhere(question.digest)) is not None:
+            answer = answer._replace(requests=0, prompt_tokens=0, completion_tokens=0, seconds=0.0)
+            if not self._record.read_only:
+                self._record.add([RecordedAnswer(question.digest, problem.uid, answer)])
+            return answer
+        if self._record.read_only:
+            raise JudgeUnreachable(f"problem {problem.uid}: {REPLAYED}")
+        return None
+
+    async def _ask(self, row: JudgedRow, question: JudgeQuestion) -> JudgeAnswer:
+        """Ask, and put the answer on record; a failure with the next answer, or when no other row is left.
+
+        Raises JudgeUnreachable once `max_failures` questions in a row were not answered, and for what no question gets
+        past.
+        """
+        judge = row.judge
+        how = (judge.endpoint, judge.api_key_variable, judge.concurrency, judge.request_seconds)
+        if how not in self._clients:  # a copy of a judge is the same one
+            self._clients[how] = (open_client(judge), asyncio.Semaphore(judge.concurrency))
+        client, slots = self._clients[how]
+        answer = await ask_judge(client, judge, question, slots, row.seconds)
+        self._unanswered[judge.name] = 0 if answer.text is not None else self._unanswered[judge.name] + 1
+        if answer.fatal or self._unanswered[judge.name] >= judge.max_failures:
+            self._failures.clear()
+            if answer.fatal:
+                raise JudgeUnreachable(answer.failure)
+            raise JudgeUnreachable(
+                f"got no answer to {self._unanswered[judge.name]} questions in a row (judge.Judge.max_failures), the "
+                f"last: {answer.failure}; what was answered is on record, and the same command goes on from there"
+            )
+        self._failures.append(RecordedAnswer(question.digest, row.problem.uid, answer))
+        if answer.text is not None or self._unsettled == 1:
+            self._record.add(self._failures)
+            self._failures.clear()
+        return answer
 
 
 def open_client(judge: Judge) -> httpx2.AsyncClient:

@@ -217,7 +217,7 @@ def with_record(settings: Settings, run_dir: Path, rank: int) -> Settings:
 def recorded_pool(make: Callable[[], RewardPool], record: JudgeRecord) -> RewardPool:
     """A pool whose judges are on record."""
     pool = make()
-    pool.judges.record = record
+    pool.judge_record = record
     return pool
 
 

@@ -36,7 +36,7 @@ def judge_at(up: JudgeServer | str, **changes: Any) -> Judge:
 def pool(record: JudgeRecord | None = None) -> RewardPool:
     made = RewardPool(workers=1, timeout_per_completion=30.0, memory_mb=1024, stop_on_error=True)
     if record is not None:
-        made.judges.record = record
+        made.judge_record = record
     return made
 
 

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import deque
 from functools import partial
 
 import numpy as np
@@ -38,9 +37,7 @@ from grpo_fn.rewards.wrappers import with_timeout
 from grpo_fn.shell.reward_workers.reward_pool import (
     COMPLAINTS,
     RETURNED_NONE,
-    Outcome,
     RewardError,
-    RewardJob,
     RewardPool,
 )
 from grpo_fn.shell.reward_workers.worker import check_reward_value
@@ -267,71 +264,6 @@ def test_a_reward_with_a_deadline_goes_by_its_own_name(pool):
         pool.score(partial(with_timeout, reward=raises, seconds=1.0), *asked("bad"))
 
 
-def test_rows_may_be_added_while_others_are_scored(pool):
-    problems, completions = asked(*("x" * n for n in range(200)))
-    rows, outcomes = deque(zip(problems, completions, strict=True)), []
-    with pool.job(length_of_text) as job:
-        while rows or job:
-            while rows and len(job) < 10:
-                job.add(*rows.popleft())
-            pool.turn(job, watching=())
-            outcomes += job.take()
-    assert [outcome.value for outcome in outcomes] == [float(n) for n in range(200)]
-
-
-def test_equal_rows_share_an_outcome_until_it_is_taken():
-    (problem,), (completion,) = asked("a")
-    job = RewardJob(length_of_text, 1.0)
-    for text in "abb":
-        job.add(problem, completion._replace(text=text))
-    first, second = job.waiting
-    first.outcome = Outcome(1.0, "", 0.0)
-    assert list(job.take()) == [first.outcome]
-    job.add(problem, completion._replace(text="b"))
-    assert len(job.waiting) == 2
-    second.outcome = Outcome(2.0, "", 0.0)
-    assert list(job.take()) == [second.outcome] * 3
-    job.add(problem, completion._replace(text="b"))
-    assert len(job.waiting) == 3
-    assert not list(job.take())
-
-
-def test_a_turn_ends_when_what_is_watched_can_be_read(pool):
-    read, write = os.pipe()
-    with open(read, "rb", buffering=0) as reader, open(write, "wb", buffering=0) as writer, pool.job(obeys) as job:
-        job.add(*(column[0] for column in asked("sleep")))
-        assert not pool.turn(job, watching=[reader])  # the worker is ready; the row takes its 2 seconds
-        writer.write(b"x")
-        started = time.monotonic()
-        assert pool.turn(job, watching=[reader])
-        assert time.monotonic() - started < 1.0
-        assert not list(job.take())
-
-
-def test_time_that_the_caller_takes_between_turns_is_not_the_workers():
-    with (
-        RewardPool(workers=1, timeout_per_completion=2.0, memory_mb=1024, stop_on_error=True) as pool,
-        pool.job(partial(takes, seconds=2.4)) as job,
-    ):
-        job.add(*(column[0] for column in asked("a")))
-        pool.turn(job, watching=())  # it is ready
-        time.sleep(2.2)
-        outcomes = []
-        while job:
-            pool.turn(job, watching=())
-            outcomes += job.take()
-        assert [outcome.value for outcome in outcomes] == [1.0]
-
-
-def test_two_jobs_at_once_are_refused(pool):
-    with pool.job(obeys) as job:
-        job.add(*(column[0] for column in asked("sleep")))
-        pool.turn(job, watching=())
-        with pytest.raises(RuntimeError, match="wanted one at a time"):
-            pool.score(obeys, *asked("fine"))
-    assert pool.score(obeys, *asked("fine")) == [1.0]
-
-
 def test_a_function_without_a_name_is_refused(pool):
     with pytest.raises(ValueError, match="wanted a function that a module defines"):
         pool.score(lambda problem, completion: 1.0, *asked("a"))
@@ -386,7 +318,7 @@ def test_a_memory_limit_that_nothing_can_start_under_is_named():
 
 
 def test_whatever_loading_a_reward_raises_is_shown_with_the_memory_limit(pool):
-    with pytest.raises(RewardError, match=r"(?s)could not be loaded in a reward worker of 1024 MB:.*SystemError"):
+    with pytest.raises(RewardError, match=r"(?s)could not be loaded in a worker of 1024 MB:.*SystemError"):
         pool.score(Unloadable(), *asked("a"))
     assert pool.score(length_of_text, *asked("ab")) == [2.0]
 

@@ -1,0 +1,77 @@
+"""Rewards of rows that have ended while others are still being decoded.
+
+A sampler calls `on_completion` with every completion as soon as there is no more of it, which begins to score it. The
+step collects the futures. The rewards are those that it would get without: a reward is a pure function of problem and
+completion, and what a row was lost to counts when it is collected.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from threading import Lock
+
+from grpo_fn.core.partials import function_and_knobs
+from grpo_fn.core.problem import Completion, Problem, RewardFn
+from grpo_fn.core.types import Reward, Rollout
+from grpo_fn.rewards.combine import combine
+from grpo_fn.shell.reward_workers.reward_pool import Outcome, RewardPool
+from grpo_fn.shell.reward_workers.worker_pool import pickled_function
+from grpo_fn.shell.sampler.interface import spread_score
+from grpo_fn.shell.world import World
+
+
+def parts_of(reward: Callable[..., Reward]) -> Sequence[RewardFn]:
+    """The rewards that score every row, whatever others say: the parts of `combine`; none of another function."""
+    function, knobs = function_and_knobs(reward)
+    return knobs["parts"] if function is combine else ()
+
+
+def row_key(problem: Problem, completion: Completion) -> tuple[int, Hashable]:
+    """The row, after the problem's place in the stream, which only goes forward."""
+    return problem.uid, (problem.prompt, problem.answer, completion)
+
+
+class EarlyRewards:
+    """The rewards of a training. `on_completion` is for samplers, in any thread; `reward_of` for the step."""
+
+    def __init__(self, pool: RewardPool, fns: Sequence[RewardFn]) -> None:
+        self.pool = pool
+        self._fns = {pickled_function(fn): fn for fn in fns}
+        self._lock = Lock()
+        self._futures: dict[bytes, dict[tuple[int, Hashable], Future[Outcome]]] = {payload: {} for payload in self._fns}
+
+    def on_completion(self, problem: Problem, completion: Completion) -> None:
+        """Begin to score a completion that has ended; returns at once."""
+        row = row_key(problem, completion)
+        with self._lock:
+            for payload, futures in self._futures.items():
+                if row not in futures and self.pool.is_open:
+                    (futures[row],) = self.pool.submit(self._fns[payload], [problem], [completion])
+
+    def reward_of(
+        self, problems: Sequence[Problem], rollout: Rollout, *, reward: Callable[..., Reward], world: World
+    ) -> Reward:
+        """`reward` of the rollout, whose `score` is ours, shared with the other ranks.
+
+        Afterwards nothing is known any more of these problems, nor of any before them in the stream.
+        """
+        try:
+            return reward(problems, rollout, score=spread_score(self.score, world))
+        finally:
+            self._forget(max((problem.uid for problem in problems), default=-1))
+
+    def score(self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
+        """`fn` of every row, in order, as the pool's own: rows that were begun are not scored again."""
+        rows = [row_key(*row) for row in zip(problems, completions, strict=True)]
+        with self._lock:
+            begun = dict(self._futures.get(pickled_function(fn), {}))
+        left = [i for i, row in enumerate(rows) if row not in begun]
+        new = self.pool.submit(fn, [problems[i] for i in left], [completions[i] for i in left])
+        late = dict(zip(left, new, strict=True))
+        futures = [late[i] if i in late else begun[row] for i, row in enumerate(rows)]
+        return [outcome.value for outcome in self.pool.collect(fn, problems, completions, futures)]
+
+    def _forget(self, last: int) -> None:
+        with self._lock:
+            for futures in self._futures.values():
+                for row in [row for row in futures if row[0] <= last]:
+                    futures.pop(row).cancel()

@@ -1,0 +1,239 @@
+"""Rewards found while others are decoded: the same ones, each found once, and the caller waits for less."""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from threading import Thread
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from crew import CPU, crew
+from hypothesis import given, settings
+from policies import local
+from pool_rewards import Unloadable, calls_so_far, length_of_text, obeys, raises, scaled, takes, unscorable
+from test_probe import KEY, model, sampler
+from test_probe import asked as probed
+
+from grpo_fn.core.batch import outcome_reward
+from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.core.types import Reward, Rollout
+from grpo_fn.shell.reward_workers.early_rewards import EarlyRewards
+from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool, ScoringInterrupted
+from grpo_fn.shell.sampler.interface import DataParallelSampler, rank_share
+from grpo_fn.shell.world import World, alone
+
+EXAMPLES = settings.default.max_examples
+ALONE = alone(CPU)
+TEXTS = ["", "x", "xx", "xxx", "bad"]
+FNS = [length_of_text, partial(scaled, by=2), unscorable, raises]
+
+
+def pool_of(*, stop_on_error: bool, workers: int = 2) -> RewardPool:
+    return RewardPool(workers=workers, timeout_per_completion=30.0, memory_mb=1024, stop_on_error=stop_on_error)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    with pool_of(stop_on_error=True) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[RewardPool]:
+    """Goes on after an exception."""
+    with pool_of(stop_on_error=False) as made:
+        yield made
+
+
+def rows(uids: Sequence[int], texts: Sequence[str]) -> list[tuple[Problem, Completion]]:
+    return [(Problem(uid, "?", "1", {"uid": uid}), Completion(t, len(t), False)) for uid in uids for t in texts]
+
+
+def columns(asked: Sequence[tuple[Problem, Completion]]) -> list[Any]:
+    return [[p for p, _ in asked], [c for _, c in asked]]
+
+
+def rollout(completions: Sequence[Completion]) -> Rollout:
+    """All that is looked at is how many rows there are."""
+    none = torch.zeros(len(completions), 1)
+    no = torch.zeros(len(completions), 1, dtype=torch.bool)
+    return Rollout(none.long(), no, none, no[:, 0], tuple(completion.text for completion in completions))
+
+
+def step(
+    early: EarlyRewards, fns: Sequence[Any], asked: Sequence[tuple[Problem, Completion]], world: World = ALONE
+) -> list[Any]:
+    """What each function made of the rows of a step."""
+    found: list[Any] = []
+
+    def reward(problems: Sequence[Problem], rollout: Rollout, *, score: Any) -> Reward:
+        found.extend(score(fn, *columns(asked)) for fn in fns)
+        value = torch.zeros(1, 1)
+        return outcome_reward(value, value == 0, {})
+
+    early.reward_of([p for p, _ in asked], rollout([c for _, c in asked]), reward=reward, world=world)
+    return found
+
+
+# -- the same rewards
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 3))
+def test_rewards_and_counts_are_the_same_whatever_is_reported_when(patient, data, steps, prompts) -> None:
+    fns = data.draw(st.lists(st.sampled_from(FNS), min_size=1, max_size=3, unique=True))
+    texts = [data.draw(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=5)) for _ in range(steps)]
+    of_step = [rows(range(i * prompts, (i + 1) * prompts), texts[i]) for i in range(steps)]
+    early, reported = EarlyRewards(patient, data.draw(st.permutations(fns))[: data.draw(st.integers(0, 3))]), -1
+    for i, asked in enumerate(of_step):
+        until = data.draw(st.integers(i, steps - 1))  # batches are sampled ahead
+        for batch in of_step[max(reported + 1, i) : until + 1]:
+            for row in data.draw(st.permutations(batch))[: data.draw(st.integers(0, len(batch)))]:
+                early.on_completion(*row)
+        reported = max(reported, until)
+        counts = [dict(patient.counts)]
+        found = step(early, fns, asked)
+        counts.append(dict(patient.counts))
+        assert found == [patient.score(fn, *columns(asked)) for fn in fns]
+        counts.append(dict(patient.counts))
+        early_ones, plain = ({k: b[k] - a[k] for k in a} for a, b in pairwise(counts))
+        assert early_ones == plain  # of what was asked for, and nothing else
+    assert not any(early._futures.values())
+
+
+def test_a_row_that_was_begun_is_not_scored_again() -> None:
+    with pool_of(stop_on_error=True, workers=1) as pool:
+        early, asked = EarlyRewards(pool, [calls_so_far]), rows([0, 1], "ab")
+        for row in asked[:3]:
+            early.on_completion(*row)
+            early.on_completion(*row)
+        assert step(early, [calls_so_far], asked) == [[1.0, 2.0, 3.0, 4.0]]
+
+
+# -- what goes wrong
+
+
+def begun(early: EarlyRewards) -> None:
+    """Wait for all that was begun."""
+    wait([future for futures in early._futures.values() for future in futures.values()])
+
+
+def test_an_exception_is_raised_when_its_row_is_asked_for_and_never_for_others(pool: RewardPool) -> None:
+    early = EarlyRewards(pool, [raises])
+    for row in [*rows([1], ["good"]), *rows([1, 2, 3], ["bad"]), *rows([2], ["good"])]:
+        early.on_completion(*row)
+    begun(early)
+    assert step(early, [raises], rows([1], ["good"])) == [[1.0]]
+    with pytest.raises(RewardError, match="raises raised on problem 2") as early_one:
+        step(early, [raises], rows([2], ["good", "bad"]))
+    with pytest.raises(RewardError) as plain:
+        pool.score(raises, *columns(rows([2], ["good", "bad"])))
+    assert str(early_one.value) == str(plain.value)
+    assert not any(pool.counts.values())
+
+
+def test_a_reward_that_cannot_be_loaded_is_an_error_of_its_step(pool: RewardPool) -> None:
+    early, asked = EarlyRewards(pool, [Unloadable()]), rows([1], "ab")
+    for row in asked:
+        early.on_completion(*row)
+    begun(early)
+    with pytest.raises(RewardError, match="could not be loaded"):
+        step(early, [Unloadable()], asked)
+
+
+# -- the pool beneath
+
+
+def test_threads_have_the_workers_in_turn(pool: RewardPool) -> None:
+    asked, turns = columns(rows(range(8), "ab")), []
+
+    def ask(by: int) -> None:
+        for _ in range(6):
+            assert pool.score(partial(scaled, by=by), *asked) == [float(by)] * 16
+            turns.append(by)
+
+    threads = [Thread(target=ask, args=(by,)) for by in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(turns) == [2] * 6 + [3] * 6
+    both = turns[turns.index(3) if turns[0] == 2 else turns.index(2) :][:4]
+    assert len(set(both)) == 2  # neither has them to itself once the other one waits
+
+
+def test_the_time_of_decoding_is_not_waited_for_again(pool: RewardPool) -> None:
+    slow = partial(takes, seconds=0.05)
+    start = time.monotonic()
+    pool.score(slow, *columns(rows(range(100, 136), "x")))  # 36 rows, two at a time: 0.9 s
+    plain = time.monotonic() - start
+    early, asked = EarlyRewards(pool, [slow]), rows(range(1, 37), "x")
+    for row in asked:
+        time.sleep(1.0 / len(asked))
+        early.on_completion(*row)
+    start = time.monotonic()
+    assert step(early, [slow], asked) == [[1.0] * len(asked)]
+    assert time.monotonic() - start < 0.6 * plain
+
+
+def test_the_end_does_not_wait_for_rows_that_are_not_wanted() -> None:
+    with pool_of(stop_on_error=True) as pool:
+        early = EarlyRewards(pool, [obeys])
+        early.on_completion(*rows([1], ["sleep"])[0])
+        start = time.monotonic()
+        with pytest.raises(ScoringInterrupted):
+            pool.score(obeys, *columns(rows([0], ["sleep"])), should_stop=lambda: time.monotonic() > start + 0.1)
+        early._forget(1)
+        assert pool.score(obeys, *columns(rows([0], ["fine", "fine too"]))) == [1.0, 1.0]
+        early.on_completion(*rows([2], ["sleep"])[0])
+    assert time.monotonic() - start < 20.0
+    assert [future.cancelled() for future in early._futures.popitem()[1].values()] == [True]
+    early.on_completion(*rows([3], ["fine"])[0])  # nobody waits for it any more
+
+
+# -- what is not reported
+
+
+def test_rows_of_the_probe_are_not_reported() -> None:
+    module, reported = model(), []
+    drawing = replace(sampler(module), on_completion=lambda *row: reported.append(row))
+    drawing.sample(columns(rows([0], "a"))[0], 1, key=KEY)
+    assert len(reported) == 1
+    probed(DataParallelSampler(drawing, ALONE), local(module, temperature=0.7))
+    assert len(reported) == 1
+
+
+# -- on many ranks
+
+
+def shared(world: World, prompts: int, group: int) -> tuple[list[Any], int]:
+    """Two steps, each rank reporting the problems that it samples: what it found, and how many rows it had begun."""
+    own, known = rank_share(prompts, world.rank, world.size), 0
+    with pool_of(stop_on_error=True, workers=1) as pool:
+        early = EarlyRewards(pool, [length_of_text])
+        for i in range(2):
+            asked = rows(range(i * prompts, (i + 1) * prompts), ["x" * g for g in range(group)])
+            for row in asked[own.start * group : own.stop * group]:
+                early.on_completion(*row)
+            known += sum(map(len, early._futures.values()))
+            found = step(early, [length_of_text], asked, world)
+    return found, known
+
+
+@pytest.mark.xdist_group("spread")
+@settings(max_examples=max(2, EXAMPLES // 25))
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_ranks_begin_their_own_rows(half: int, group: int) -> None:
+    found = crew(2).run(shared, 2 * half, group)
+    right = [[float(g) for _ in range(2 * half) for g in range(group)]]
+    assert found == [(right, 2 * half * group)] * 2
+
+
+@pytest.mark.xdist_group("spread")
+def test_a_row_that_another_rank_scores_is_scored_there() -> None:
+    right = [[float(g) for _ in range(3) for g in range(3)]]
+    assert [values for values, _ in crew(2).run(shared, 3, 3)] == [right, right]
