@@ -29,7 +29,7 @@ class Root(nn.Module):
 
 
 class Counting:
-    """safe_open that counts what slices hand out and has nothing else to read with."""
+    """safe_open that counts what slices hand out and has nothing else to read tensors with."""
 
     read = 0
 
@@ -43,6 +43,9 @@ class Counting:
     def __exit__(self, *error: object) -> None:
         self.opened.__exit__(*error)
 
+    def keys(self) -> list[str]:
+        return self.opened.keys()
+
     def get_slice(self, name: str) -> "Counted":
         return Counted(self.opened.get_slice(name))
 
@@ -55,6 +58,9 @@ class Counted:
         tensor = self.part[where]
         Counting.read += tensor.numel()
         return tensor
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.part, name)
 
 
 SAFE_OPEN = load_weights.safe_open

@@ -1,6 +1,5 @@
 """A folder filled into an empty model is what from_pretrained makes of it, whole or divided among ranks."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -238,14 +237,14 @@ NORM = "model.norm.weight"
     [
         (only("config.json"), r"got \S+bad, wanted model\.safetensors or model\.safetensors\.index\.json in it$"),
         (as_bin, r"got \S+bad, wanted model\.safetensors .*; convert pytorch_model\.bin to safetensors"),
-        (truncate(0.5), r"got \S+model\.safetensors with \d+ bytes, wanted \d+ for (lm_head|model)\.\S+ .*truncated"),
-        (truncate(0.0), r"got \S+model\.safetensors with 0 bytes, wanted a whole safetensors file"),
-        (truncate(0.01), r"got \S+model\.safetensors with \d+ bytes, wanted a whole safetensors file"),
-        (garbage(b"\2" + b"\0" * 7 + b"[]"), r"got \S+model\.safetensors, wanted a safetensors file"),
-        (garbage(b"\4" + b"\0" * 7 + b"null"), r"got \S+model\.safetensors, wanted a safetensors file"),
+        (truncate(0.5), r"got \S+model\.safetensors, wanted a whole safetensors file: .*file not fully covered"),
+        (truncate(0.0), r"got \S+model\.safetensors, wanted a whole safetensors file: .*header too small"),
+        (truncate(0.01), r"got \S+model\.safetensors, wanted a whole safetensors file: .*header"),
+        (garbage(b"\2" + b"\0" * 7 + b"[]"), r"got \S+model\.safetensors, wanted a whole safetensors file: .*JSON"),
+        (garbage(b"\4" + b"\0" * 7 + b"null"), r"got \S+model\.safetensors, wanted a whole safetensors file: .*JSON"),
         (
             garbage(b"<html>not found</html>"),
-            r"got \S+model\.safetensors with 22 bytes, wanted a whole safetensors file",
+            r"got \S+model\.safetensors, wanted a whole safetensors file: .*header too large",
         ),
         (
             change(lambda held: held.pop(NORM)),
@@ -305,11 +304,9 @@ def test_a_bad_index_says_what_was_got_and_wanted(folders: Callable, tmp_path: P
 
 def test_a_shard_that_is_gone_or_truncated_is_named(folders: Callable, tmp_path: Path) -> None:
     bad = sharded_copy(folders("mistral", "4KB"), tmp_path / "bad")
-    index = json.loads((bad / "model.safetensors.index.json").read_text())["weight_map"]
     truncate(0.7)(bad)
     victim = sorted(bad.glob("*.safetensors"))[0]
-    named = "|".join(name for name, file in index.items() if file == victim.name).replace(".", r"\.")
-    with pytest.raises(ValueError, match=rf"got \S+{victim.name} with \d+ bytes, wanted \d+ for ({named}) alone"):
+    with pytest.raises(ValueError, match=rf"got \S+{victim.name}, wanted a whole safetensors file"):
         entries(bad)
     victim.unlink()
     with pytest.raises(ValueError, match=rf"got \S+bad without {victim.name}, wanted every file that \S+index.json"):
