@@ -97,8 +97,8 @@ def measure(
     environments, environment_workers = open_environments(episodes, tokenizer)
     context = SamplerContext(**where, full_model=full_model)
     with clock.span("load"):
-        limits = {"max_rows": sampling.max_rows, "environments": environments}
-        greedy = sampling.sampler(context, sampler_options(tokenizer, token_samplers.greedy, sampling, data, **limits))
+        options = sampler_options(tokenizer, token_samplers.greedy, sampling, data, environments)
+        greedy = sampling.sampler(context, options)
         if found.checkpoint is not None:
             greedy.load(FixedWeights(full_model(), context.world))
     with note_on_error(f"evaluating {found.path}"), closing(greedy), environment_workers, rewards.pool() as pool:

@@ -99,15 +99,7 @@ def build(
     policy = build_policy(s, loaded, world, reference=checked.reference)
     early = EarlyRewards(pool := s.rewards.pool(), parts_of(s.rewards.reward))
     draw = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
-    options = sampler_options(
-        tokenizer,
-        draw,
-        s.sampling,
-        s.data,
-        max_rows=s.sampling.max_rows,
-        on_completion=early.on_completion,
-        environments=environments,
-    )
+    options = sampler_options(tokenizer, draw, s.sampling, s.data, environments, early.on_completion)
     start = partial(s.sampling.sampler, sampler_context(spec, world, loaded.decoding), options)
     report(sampler_line(s, checked.config, world.device))
     sampler = world.together(start, what="starting the sampler")
@@ -274,10 +266,8 @@ def sampler_options(
     token_sampler: TokenSampler,
     sampling: Sampling,
     data: Data,
-    *,
-    max_rows: int,
+    environments: Environments | None,
     on_completion: OnCompletion | None = None,
-    environments: Environments | None = None,
 ) -> SamplerOptions:
     """What the sections ask of a sampler."""
     return SamplerOptions(
@@ -286,7 +276,7 @@ def sampler_options(
         encode=data.encode_prompt,
         max_new_tokens=sampling.max_new_tokens,
         max_total_tokens=sampling.max_total_tokens,
-        max_rows=max_rows,
+        max_rows=sampling.max_rows,
         stop=sampling.stop,
         allow_biased=sampling.allow_biased,
         on_completion=on_completion,
@@ -305,14 +295,9 @@ def build_evaluator(
     how = settings.evaluation
     if how.async_sampler is None:
         return None
-    options = sampler_options(
-        copy.deepcopy(tokenizer),  # a tokenizer is not made for two threads
-        token_samplers.greedy,
-        settings.sampling,
-        settings.data,
-        max_rows=how.max_rows,
-        environments=environments,
-    )
+    own = copy.deepcopy(tokenizer)  # a tokenizer is not made for two threads
+    options = sampler_options(own, token_samplers.greedy, settings.sampling, settings.data, environments)
+    options = replace(options, max_rows=how.max_rows)
     whole = partial(spec.full_model, world.device, spec.dtype)  # a module of its own, whatever trains
     start = partial(how.async_sampler, sampler_context(spec, world, whole), options)
     key = prng.fold_in(prng.key(settings.seed, device="cpu"), EVALUATION)

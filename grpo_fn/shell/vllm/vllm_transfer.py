@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import psutil
 import torch
@@ -44,7 +44,7 @@ def chunks(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Chunk]:
 class Transfer(Protocol):
     """One way. The main rank calls it, for one set of weights at a time; what a way has no need of does nothing."""
 
-    backend: ClassVar[str]  # the engine that servers have to be started with
+    backend: str  # the engine that servers have to be started with
 
     def meeting(self, url: str, workers: int) -> tuple[Info, Callable[[], None]]:
         """What a server of so many workers gets at the first request, and what the trainer does meanwhile."""
@@ -86,7 +86,7 @@ class FileTransfer(Transfer):
 
     folder: str
     keep: bool
-    backend: ClassVar[str] = "grpo_file"
+    backend = "grpo_file"
     _own: Path | None = field(default=None, init=False)
     _sent: list[Info] = field(default_factory=list, init=False)
     _complete: bool = field(default=False, init=False)
@@ -196,7 +196,7 @@ class NcclTransfer(Transfer):
     """
 
     host: str
-    backend: ClassVar[str] = "grpo_nccl"
+    backend = "grpo_nccl"
     _device: int = field(default=0, init=False)  # threads do not inherit the current one
     _groups: dict[str, Any] = field(default_factory=dict, init=False)
 

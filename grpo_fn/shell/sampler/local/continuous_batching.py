@@ -42,7 +42,7 @@ class DecodedRows(NamedTuple):
 
 
 class DecodeOptions(NamedTuple):
-    """How the rows of a call are drawn, what ends them besides their length, and who is told."""
+    """How the rows of a call are drawn, what ends them besides their length, and what is called meanwhile."""
 
     token_sampler: TokenSampler
     end_tokens: Sequence[int]
