@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -20,17 +21,17 @@ import fake_cuda as fake
 # isort: split
 import device_step
 import torch
-from device_decode import SPREAD, Asking, context, drawn, sample, uncached
+from device_decode import SPREAD, context, drawn, sample, uncached
 from device_exact import rows
 from device_parts import built, local, problems, require
 from device_runner import Setting
-from device_shapes import TOY, folder
+from device_shapes import TOY, Work, folder
 
 from grpo_fn.core import prng
 from grpo_fn.shell.model import attention, packed_input
 from grpo_fn.shell.sampler.local import decode_step, kv_cache, local_sampler
 
-ASKED = Asking(2, 3, 14)
+ASKED = Work(2, 3, 5, 14)
 WAITS = Counter(generate=48, score=5, train=118)  # for the device in a step of a toy, at most
 
 
@@ -70,7 +71,7 @@ def other_seats(setting: Setting) -> None:
     """Rows that sit elsewhere than at the capture, in steps of one shape: the log-probs of an uncached pass."""
     whole = context(setting, model_folder(setting), torch.float32)
     with patch.object(local_sampler, "build_engine", small_shapes):
-        captured = local(whole, prompt_tokens=5, new_tokens=10, max_rows=4)
+        captured = replace(local(whole, Work(4, 3, 5, 10)), max_rows=4)
         for seed in range(3):
             rollout = captured.sample(problems(0, 4), 3, key=prng.key(seed, device="cpu"))
             logp = uncached(captured.model, rollout).log_softmax(-1).gather(-1, rollout.tokens[:, 1:, None])[..., 0]
@@ -81,17 +82,17 @@ def other_seats(setting: Setting) -> None:
 def moved_weights(setting: Setting) -> None:
     """Weights that have moved to other addresses are those that the next rows are drawn with."""
     whole = context(setting, model_folder(setting), torch.float32)
-    make = partial(local, whole, prompt_tokens=5, new_tokens=ASKED.new, max_rows=6)
+    make = partial(local, whole, ASKED)
     sampler, fresh = make(), make()
     for _ in range(2):  # the second use of a shape is captured
-        sample(sampler, asking=ASKED)
+        sample(sampler, work=ASKED)
     require(len(sampler.shared.engine.run.replays) > 0, "got no graphs")
     kept = [p.data for p in sampler.model.parameters()]  # or the new ones might take their place
     for p in sampler.model.parameters():
         p.data = p.data * 2.0
     for p in fresh.model.parameters():
         p.data.mul_(2.0)
-    again, wanted = (sample(one, asking=ASKED) for one in (sampler, fresh))
+    again, wanted = (sample(one, work=ASKED) for one in (sampler, fresh))
     require(len(kept) > 0 and torch.equal(again.tokens, wanted.tokens), "got rows of the weights as they were")
 
 
@@ -112,7 +113,7 @@ def waits_of_a_step(setting: Setting) -> None:
 
     bench = built(setting, folder(setting, TOY), torch.bfloat16, micro_tokens=160)
     with patch.object(device_step, "Phases", Waits):
-        device_step.taken(bench, device_step.Work(prompts=4, size=4, prompt=6, new=20, steps=1), "cuda")
+        device_step.taken(bench, Work(prompts=4, size=4, prompt=6, new=20), "cuda", steps=1)
     over = waits - WAITS
     require(bool(waits) and not over, f"waits: got {waits}, wanted at most {WAITS}")
 

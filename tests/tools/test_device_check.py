@@ -21,8 +21,7 @@ import pytest
 import torch
 from device_parts import scale
 from device_runner import FAILED, LEFT_OUT, OK, Check, Figure, Outcome, Setting, apart, here
-from device_shapes import EOS, QWEN, Shape
-from device_speed import Work
+from device_shapes import EOS, QWEN, Shape, Work
 from hypothesis import given
 from torch import nn
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from device_parts import KEY, forget, full_float32, local, most_held, problems, random_prompt, require, seconds
 from device_runner import Figure, LeftOut, Setting
-from device_shapes import EOS, QWEN, TOY, Shape, folder, sized
+from device_shapes import EOS, QWEN, TOY, Shape, Work, folder, sized
 from device_speed import ceilings
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
@@ -24,7 +24,7 @@ from grpo_fn.shell.world import alone, find_device
 
 SHORT = Shape(96, 256, 4, 4, 2, 768)  # a vocabulary so small that rows end early, all at different lengths
 SPREAD = 0.05
-WORK = (16, 16, 128, 256)  # prompts, completions of each, tokens of a prompt and of a completion
+WORK = Work(16, 16, 128, 256)
 
 
 def context(setting: Setting, model: str, dtype: torch.dtype) -> SamplerContext:
@@ -46,12 +46,12 @@ def context(setting: Setting, model: str, dtype: torch.dtype) -> SamplerContext:
 def exact(setting: Setting) -> list[Figure]:
     """Draws in float32 and bfloat16: against an uncached forward pass, again, without graphs, in fewer slots."""
     model = folder(setting, TOY if setting.tiny else SHORT, spread=SPREAD, dtype=torch.float32)
-    size = Asking(2, 3, 72) if setting.tiny else Asking(8, 8, 96)  # more than the 64 columns of the first shape
+    work = Work(2, 3, 5, 72) if setting.tiny else Work(8, 8, 5, 96)  # more than the 64 columns of the first shape
     with warnings.catch_warnings(), full_float32():
         # So the sampler says that it has to do without slots, or without graphs.
         warnings.simplefilter("error", RuntimeWarning)
-        single = drawn(setting, model, torch.float32, size)
-        half = drawn(setting, model, torch.bfloat16, size)
+        single = drawn(setting, model, torch.float32, work)
+        half = drawn(setting, model, torch.bfloat16, work)
     require(single.same >= 0.999, f"float32: got {single.same:.4f} of the tokens that an uncached forward pass draws")
     require(single.without >= 0.99, f"float32: got {single.without:.4f} of the tokens that are drawn without graphs")
     require(half.same >= 0.85, f"bfloat16: got {half.same:.4f} of the tokens that an uncached forward pass draws")
@@ -72,14 +72,6 @@ def exact(setting: Setting) -> list[Figure]:
     ]
 
 
-class Asking(NamedTuple):
-    """How many rows."""
-
-    prompts: int
-    size: int
-    new: int
-
-
 class Drawn(NamedTuple):
     """The same rows drawn in several ways, compared; shares of tokens, and nats."""
 
@@ -93,17 +85,16 @@ class Drawn(NamedTuple):
     graphs: int
 
 
-def drawn(setting: Setting, model: str, dtype: torch.dtype, asking: Asking) -> Drawn:
+def drawn(setting: Setting, model: str, dtype: torch.dtype, work: Work) -> Drawn:
     """The same rows with all slots, again, without graphs, with a quarter of the slots, and by the uncached."""
-    whole, rows = context(setting, model, dtype), asking.prompts * asking.size
-    draw = partial(sample, asking=asking)
-    usual = local(whole, prompt_tokens=5, new_tokens=asking.new, max_rows=rows)
+    draw = partial(sample, work=work)
+    usual = local(context(setting, model, dtype), work)
     rollout, again = draw(usual), draw(usual)
     require(usual.shared.engine is not None, "got a sampler that decodes without slots")
     captured = isinstance(usual.shared.engine.run, GraphCache)
     require(captured == (setting.device == "cuda"), "got a sampler that captures no graphs on CUDA")
     plain = uncached(usual.model, rollout)
-    u = uniform(rollout, asking)
+    u = uniform(rollout, work)
     logp = plain.log_softmax(-1).gather(-1, rollout.tokens[:, 1:, None])[..., 0]
     apart = (logp - rollout.logp_sampled[:, 1:])[rollout.mask[:, 1:]].abs()
     return Drawn(
@@ -112,15 +103,15 @@ def drawn(setting: Setting, model: str, dtype: torch.dtype, asking: Asking) -> D
         most=float(apart.max()),
         again=in_common(rollout, again),
         without=in_common(rollout, draw(without_graphs(usual))),
-        fewer=in_common(rollout, draw(replace(usual, max_rows=max(2, rows // 4), shared=SharedDecoder()))),
+        fewer=in_common(rollout, draw(replace(usual, max_rows=max(2, work.rows // 4), shared=SharedDecoder()))),
         ended=1 - float(rollout.truncated.float().mean()),
         graphs=len(usual.shared.engine.run.replays) if captured else 0,
     )
 
 
-def sample(sampler: LocalSampler, *, asking: Asking) -> Rollout:
+def sample(sampler: LocalSampler, *, work: Work) -> Rollout:
     """The rows."""
-    return sampler.sample(problems(0, asking.prompts), asking.size, key=prng.key(KEY, device="cpu"))
+    return sampler.sample(problems(0, work.prompts), work.size, key=prng.key(KEY, device="cpu"))
 
 
 def without_graphs(sampler: LocalSampler) -> LocalSampler:
@@ -140,14 +131,14 @@ def uncached(model: nn.Module, rollout: Rollout) -> Tensor:
     return model(input_ids=rollout.tokens, use_cache=False).logits[:, :-1].float()
 
 
-def uniform(rollout: Rollout, asking: Asking) -> Tensor:
+def uniform(rollout: Rollout, work: Work) -> Tensor:
     """The number that each token was drawn with, at the token's place, `[B, T-1]`."""
     device = rollout.tokens.device
-    uid = torch.arange(asking.prompts, device=device).repeat_interleave(asking.size)
-    g = torch.arange(asking.size, device=device).repeat(asking.prompts)
+    uid = torch.arange(work.prompts, device=device).repeat_interleave(work.size)
+    g = torch.arange(work.size, device=device).repeat(work.prompts)
     key = prng.fold_in(prng.key(KEY, device=device), uid, g)
-    u = prng.uniform(key, asking.new, low=0.0, high=1.0, dtype=torch.float32)
-    drawn = torch.arange(asking.new, device=device) < rollout.mask.sum(-1, keepdim=True)
+    u = prng.uniform(key, work.new, low=0.0, high=1.0, dtype=torch.float32)
+    drawn = torch.arange(work.new, device=device) < rollout.mask.sum(-1, keepdim=True)
     return torch.zeros(rollout.mask.shape, device=device).masked_scatter(rollout.mask, u[drawn])[:, 1:]
 
 
@@ -180,34 +171,33 @@ def speed(setting: Setting, *, size: str) -> list[Figure]:
     as many tokens for the same prompts.
     """
     shape = sized(setting, QWEN[size])
-    prompts, group, prompt, new = (2, 3, 5, 6) if setting.tiny else WORK
-    rows, asked = prompts * group, problems(0, prompts)
+    work = Work(2, 3, 5, 6) if setting.tiny else WORK
     whole = context(setting, folder(setting, shape), torch.bfloat16)
-    sampler = local(whole, prompt_tokens=prompt, new_tokens=new, max_rows=rows)
+    sampler = local(whole, work)
     forget(setting.device)
-    tokens, took = timed(setting, sampler, asked, group)
-    read = 2 * shape.parameters() + rows * (prompt + new / 2) * shape.kv_bytes(2)
+    tokens, took = timed(setting, sampler, work)
+    read = 2 * shape.parameters() + work.rows * (work.prompt + work.new / 2) * shape.kv_bytes(2)
     limit = read / ceilings(setting).bandwidth
-    share = limit * (tokens / rows) / took
+    share = limit * (tokens / work.rows) / took
     held = most_held(setting)
     sampler.rest()
-    theirs = generate(setting, whole.full_model(), asked, group, prompt, new)
+    theirs = work.rows * work.new / generate(setting, whole.full_model(), work)
     return [
         Figure("tokens/s", tokens / took),
         Figure("share of the bandwidth limit", 100 * share, "%", at_least=50.0),
-        Figure("the limit", rows / limit, "tokens/s"),
+        Figure("the limit", work.rows / limit, "tokens/s"),
         *held,
-        Figure("transformers' generate", rows * new / theirs, "tokens/s"),
-        Figure("times generate", tokens / took / (rows * new / theirs), "x"),
+        Figure("transformers' generate", theirs, "tokens/s"),
+        Figure("times generate", tokens / took / theirs, "x"),
     ]
 
 
-def timed(setting: Setting, sampler: Any, asked: list[Any], size: int) -> tuple[float, float]:
+def timed(setting: Setting, sampler: Any, work: Work) -> tuple[float, float]:
     """Tokens of a call, the mean, and its seconds; after one that compiles and captures."""
     drawn: list[Rollout] = []
 
     def call() -> None:
-        drawn.append(sampler.sample(asked, size, key=prng.key(len(drawn), device="cpu")))
+        drawn.append(sampler.sample(problems(0, work.prompts), work.size, key=prng.key(len(drawn), device="cpu")))
 
     call()
     took = seconds(setting.device, call, times=1 if setting.tiny else 2)
@@ -215,11 +205,9 @@ def timed(setting: Setting, sampler: Any, asked: list[Any], size: int) -> tuple[
 
 
 @torch.no_grad()
-def generate(setting: Setting, model: nn.Module, asked: list[Any], size: int, prompt: int, new: int) -> float:
+def generate(setting: Setting, model: nn.Module, work: Work) -> float:
     """Seconds that transformers takes for as many tokens; sampled, none ends early."""
-    vocabulary = model.config.vocab_size
-    ids = torch.tensor([random_prompt(vocabulary, prompt, None, problem.prompt) for problem in asked])
-    ids = ids.repeat_interleave(size, 0).to(setting.device)
+    ids = torch.tensor(prompt_rows(model, work), device=setting.device)
     call = partial(
         model.generate,
         input_ids=ids,
@@ -228,21 +216,24 @@ def generate(setting: Setting, model: nn.Module, asked: list[Any], size: int, pr
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=new,
-        min_new_tokens=new,
+        max_new_tokens=work.new,
+        min_new_tokens=work.new,
     )
     model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
     return seconds(setting.device, call, times=1)
 
 
+def prompt_rows(model: nn.Module, work: Work) -> list[list[int]]:
+    """The prompt of every row."""
+    prompts = [random_prompt(model.config.vocab_size, work.prompt, None, x.prompt) for x in problems(0, work.prompts)]
+    return [prompt for prompt in prompts for _ in range(work.size)]
+
+
 def continuous(setting: Setting) -> list[Figure]:
     """Transformers' continuous batching on the prompts of `speed`; what it cannot do is its own affair."""
-    prompts, size, prompt, new = WORK
-    whole = context(setting, folder(setting, sized(setting, QWEN["0.5b"])), torch.bfloat16)
-    model = whole.full_model()
-    ids = [random_prompt(model.config.vocab_size, prompt, None, problem.prompt) for problem in problems(0, prompts)]
-    how = GenerationConfig(max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=EOS)
-    call = partial(model.generate_batch, inputs=[row for row in ids for _ in range(size)], generation_config=how)
+    model = context(setting, folder(setting, sized(setting, QWEN["0.5b"])), torch.bfloat16).full_model()
+    how = GenerationConfig(max_new_tokens=WORK.new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=EOS)
+    call = partial(model.generate_batch, inputs=prompt_rows(model, WORK), generation_config=how)
     drawn: list[dict[str, Any]] = []
     try:
         call()  # compiles, captures

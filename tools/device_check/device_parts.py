@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from device_runner import Figure, Setting
-from device_shapes import EOS
+from device_shapes import EOS, Work
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -105,12 +105,9 @@ class Bench(NamedTuple):
             full_model=self.placed.decoding,
         )
 
-    def sampler(self, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> DataParallelSampler:
+    def sampler(self, work: Work) -> DataParallelSampler:
         """The local sampler, as a run has it."""
-        context = self.context()
-        return DataParallelSampler(
-            local(context, prompt_tokens=prompt_tokens, new_tokens=new_tokens, max_rows=max_rows), self.world
-        )
+        return DataParallelSampler(local(self.context(), work), self.world)
 
     def step(
         self, sampler: Sampler, carried: Carry, *, prompts: int, group_size: int, key: Tensor, span: Span
@@ -186,15 +183,15 @@ def built(
     return Bench(policy, placed, placing, world)
 
 
-def local(context: SamplerContext, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> Any:
-    """The local sampler in that context."""
+def local(context: SamplerContext, work: Work) -> Any:
+    """The local sampler in that context, with a slot for every row."""
     options = SamplerOptions(
         tokenizer=Numbers(),
         token_sampler=partial(sampling.categorical, temperature=1.0),
-        encode=partial(random_prompt, context.config.vocab_size, prompt_tokens),
-        max_new_tokens=new_tokens,
+        encode=partial(random_prompt, context.config.vocab_size, work.prompt),
+        max_new_tokens=work.new,
         stop=(),
-        max_rows=max_rows,
+        max_rows=work.rows,
     )
     return local_sampler.local(context, options)
 

@@ -54,6 +54,42 @@ class Shape(NamedTuple):
         return 2 * self.layers * self.hidden // self.heads * self.kv_heads * width
 
 
+class Work(NamedTuple):
+    """Rows to sample or to train on: so many of each prompt, `prompt` tokens of one and `new` of a completion."""
+
+    prompts: int
+    size: int
+    prompt: int
+    new: int
+
+    @property
+    def rows(self) -> int:
+        """Of all prompts."""
+        return self.prompts * self.size
+
+    @property
+    def tokens(self) -> int:
+        """That the model reads: a prompt once for its group."""
+        return self.prompts * (self.prompt + self.size * self.new)
+
+    def flops(self, shape: Shape) -> float:
+        """Of forward and backward pass, a multiplication and an addition being two.
+
+            6 W tokens + 6 V D sampled + 12 L H pairs
+
+        W weights of the blocks' matrices, each of which is used twice forward and four times backward for every token
+        read (6 N per token, the head's part of N only where a token is predicted); V D of the head; pairs of a query
+        and a key it sees, for each of which a layer's H = heads x head size costs 4 H forward and 8 H backward. What
+        is computed again to save memory is not counted.
+        """
+        sampled = self.prompts * self.size * self.new
+        pairs = self.prompts * (
+            self.prompt * (self.prompt + 1) / 2 + self.size * self.new * (self.prompt + (self.new + 1) / 2)
+        )
+        head = shape.vocabulary * shape.hidden
+        return 6 * shape.matrices() * self.tokens + 6 * head * sampled + 12 * shape.layers * shape.hidden * pairs
+
+
 QWEN = {  # Qwen2.5, and Qwen2.5-Math of the same sizes
     "0.5b": Shape(151_936, 896, 24, 14, 2, 4864),
     "1.5b": Shape(151_936, 1536, 28, 12, 2, 8960),

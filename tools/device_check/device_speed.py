@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from device_parts import Bench, built, forget, most_held, objective, require, seconds
 from device_runner import Figure, Setting
-from device_shapes import QWEN, Shape, folder, sized
+from device_shapes import QWEN, Shape, Work, folder, sized
 
 from grpo_fn.algo.step import UNMOVED, Term, update
 from grpo_fn.core.batch import rows_as_rollout
@@ -39,37 +39,6 @@ def ceilings(setting: Setting) -> Ceilings:
         2 * size**3 / seconds(setting.device, product, times=times),
         2 * width / seconds(setting.device, copy, times=times),
     )
-
-
-class Work(NamedTuple):
-    """Groups of rows that share a prompt, all of one length."""
-
-    groups: int
-    size: int
-    prompt: int
-    new: int
-
-    @property
-    def tokens(self) -> int:
-        """That the model reads: a prompt once for its group."""
-        return self.groups * (self.prompt + self.size * self.new)
-
-    def flops(self, shape: Shape) -> float:
-        """Of forward and backward pass, a multiplication and an addition being two.
-
-            6 W tokens + 6 V D sampled + 12 L H pairs
-
-        W weights of the blocks' matrices, each of which is used twice forward and four times backward for every token
-        read (6 N per token, the head's part of N only where a token is predicted); V D of the head; pairs of a query
-        and a key it sees, for each of which a layer's H = heads x head size costs 4 H forward and 8 H backward. What
-        is computed again to save memory is not counted.
-        """
-        sampled = self.groups * self.size * self.new
-        pairs = self.groups * (
-            self.prompt * (self.prompt + 1) / 2 + self.size * self.new * (self.prompt + (self.new + 1) / 2)
-        )
-        head = shape.vocabulary * shape.hidden
-        return 6 * shape.matrices() * self.tokens + 6 * head * sampled + 12 * shape.layers * shape.hidden * pairs
 
 
 def train(setting: Setting, *, size: str, compiled: bool = False) -> list[Figure]:
@@ -131,7 +100,7 @@ def estimated(bench: Bench, micro_tokens: int, width: int) -> int:
 def made_up(setting: Setting, shape: Shape, work: Work) -> Batch:
     """Random tokens; half of each group's rows were better than the other half."""
     g = torch.Generator(setting.device).manual_seed(5)
-    rows, width = work.groups * work.size, work.prompt + work.new
+    rows, width = work.rows, work.prompt + work.new
     tokens = torch.randint(1, shape.vocabulary, (rows, width), device=setting.device, generator=g)
     tokens[:, : work.prompt] = tokens[:: work.size, : work.prompt].repeat_interleave(work.size, 0)
     mask = (torch.arange(width, device=setting.device) >= work.prompt).repeat(rows, 1)

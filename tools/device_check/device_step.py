@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from device_parts import GB, KEY, Bench, built, forget, peak, require, scale, wait
 from device_runner import Figure, Setting
-from device_shapes import QWEN, folder, sized
+from device_shapes import QWEN, Work, folder, sized
 from transformers import AutoConfig
 
 from grpo_fn.algo.step import AT_THE_START
@@ -25,16 +25,6 @@ from grpo_fn.trainer.plan import plan_blocks
 PHASES = ("generate", "score", "train", "sync")
 CAP = 8 * GB
 ADAPTERS = LoRA(rank=16, alpha=32.0, dropout=0.05, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
-
-
-class Work(NamedTuple):
-    """One step."""
-
-    prompts: int
-    size: int
-    prompt: int
-    new: int
-    steps: int  # measured, after one to warm up
 
 
 class Phases:
@@ -66,13 +56,13 @@ class Steps(NamedTuple):
     figures: dict[str, float]  # of the last one
 
 
-def taken(bench: Bench, work: Work, device: str) -> Steps:
-    """So many steps after one to warm up; raises AssertionError where one learned nothing."""
-    sampler = bench.sampler(prompt_tokens=work.prompt, new_tokens=work.new, max_rows=work.prompts * work.size)
+def taken(bench: Bench, work: Work, device: str, *, steps: int) -> Steps:
+    """So many steps of that work after one to warm up; raises AssertionError where one learned nothing."""
+    sampler = bench.sampler(work)
     numbers, key = {"prompts": work.prompts, "group_size": work.size}, prng.key(KEY, device="cpu")
     carried = AT_THE_START
     seconds, tokens, phases = [], [], Phases(device)
-    for step in range(1 + work.steps):
+    for step in range(1 + steps):
         if step == 1:
             phases = Phases(device)
         begun = time.perf_counter()
@@ -99,12 +89,12 @@ def parts(steps: Steps) -> list[Figure]:
 
 def grpo(setting: Setting) -> list[Figure]:
     """0.5B in bfloat16 with float32 weights and moments; blocks as a run has them, compiled on a card."""
-    work = Work(2, 3, 4, 6, 1) if setting.tiny else Work(32, 16, 128, 512, 2)
+    work = Work(2, 3, 4, 6) if setting.tiny else Work(32, 16, 128, 512)
     model = folder(setting, sized(setting, QWEN["0.5b"]))
     device, config = torch.device(setting.device), AutoConfig.from_pretrained(model)
     execution = plan_blocks(scale(compile=compiled_on_cuda), device, config=config, deterministic=False)
     bench = built(setting, model, torch.bfloat16, micro_tokens=32_768, compile=execution.parallelism.compile)
-    steps = taken(bench, work, setting.device)
+    steps = taken(bench, work, setting.device, steps=1 if setting.tiny else 2)
     took = statistics.median(steps.seconds)
     return [
         Figure("end to end", statistics.mean(steps.tokens) / took, "tokens/s", at_least=20_000.0),
@@ -124,7 +114,7 @@ def capped(setting: Setting) -> list[Figure]:
     on_cuda = setting.device == "cuda"
     if on_cuda:
         cap()
-    work = Work(1, 4, 4, 6, 1) if setting.tiny else Work(4, 8, 128, 256, 3)
+    work = Work(1, 4, 4, 6) if setting.tiny else Work(4, 8, 128, 256)
     bench = built(
         setting,
         folder(setting, sized(setting, QWEN["1.5b"])),
@@ -136,13 +126,13 @@ def capped(setting: Setting) -> list[Figure]:
         activation_checkpointing=full_checkpointing,
     )
     before = {trained: held(bench.policy, trained) for trained in (True, False)}
-    steps = taken(bench, work, setting.device)
+    steps = taken(bench, work, setting.device, steps=1 if setting.tiny else 3)
     require(held(bench.policy, True) != before[True], "got the same adapters after training")
     require(held(bench.policy, False) == before[False], "got another base after training the adapters")
     reserved = [torch.cuda.max_memory_reserved() / GB] if on_cuda else []
     return [
         *(Figure("reserved at most", most, "GB", at_most=CAP / GB) for most in reserved),
-        Figure("steps completed", float(1 + work.steps)),
+        Figure("steps completed", float(1 + len(steps.seconds))),
         Figure("a step", sum(steps.seconds) / len(steps.seconds), "s"),
         *parts(steps),
     ]

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from device_decode import WORK, context, timed
-from device_parts import GB, KEY, Numbers, built, problems, random_prompt, require
+from device_parts import GB, KEY, Numbers, built, random_prompt, require
 from device_runner import Figure, LeftOut, Setting
-from device_shapes import QWEN, folder, sized
+from device_shapes import QWEN, Work, folder, sized
 
 from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core import prng, sampling
@@ -17,7 +17,7 @@ from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.vllm import vllm_sampler
 from grpo_fn.shell.vllm.process_guards import check_installed
 
-PROMPT, NEW, SIZE = 160, 32, 8  # the prompt longer than a block of cached prefixes
+SMALL = Work(8, 8, 160, 32)  # the prompt longer than a block of cached prefixes
 SHARE = 0.3  # of the card
 
 
@@ -26,19 +26,19 @@ def colocated(setting: Setting) -> list[Figure]:
     needed()
     shape = sized(setting, QWEN["0.5b"])
     bench = built(setting, folder(setting, shape), torch.bfloat16, lr=1e-4)
-    sampler = engine_in(bench.context(), prompt=PROMPT, new=NEW, tokens=PROMPT + 2 * NEW, rows=64, cache=2**26)
+    sampler = engine_in(bench.context(), SMALL, tokens=SMALL.prompt + 2 * SMALL.new, cache=2**26)
     spread = DataParallelSampler(sampler, bench.world)
     probe = Probe(max_gap=0.1, max_gap_float32=1e-3)
     key = prng.key(KEY, device="cpu")
     try:
         spread.load(bench.policy)  # raises StaleEngine where the fingerprints differ
-        first = probe(spread, bench.policy, key=key, max_positions=PROMPT + 2 * NEW, dtype=torch.bfloat16)
+        first = probe(spread, bench.policy, key=key, max_positions=SMALL.prompt + 2 * SMALL.new, dtype=torch.bfloat16)
         verified = spread.figures()["engine/verified"]
         shallow = nap(sampler.engine)
         deep = freed(spread.rest)
         spread.load(bench.policy)
-        bench.step(spread, AT_THE_START, prompts=4, group_size=SIZE, key=key, span=lambda _: nullcontext())
-        second = probe(spread, bench.policy, key=key, max_positions=PROMPT + 2 * NEW, dtype=torch.bfloat16)
+        bench.step(spread, AT_THE_START, prompts=4, group_size=SMALL.size, key=key, span=lambda _: nullcontext())
+        second = probe(spread, bench.policy, key=key, max_positions=SMALL.prompt + 2 * SMALL.new, dtype=torch.bfloat16)
     finally:
         spread.close()
     require(deep > 0, "sleep: got no memory back")
@@ -54,13 +54,12 @@ def colocated(setting: Setting) -> list[Figure]:
 def speed(setting: Setting) -> list[Figure]:
     """The rows of `decode-0.5b`, drawn by vLLM: its own kernels, graphs and scheduler."""
     needed()
-    prompts, size, prompt, new = WORK
     shape = sized(setting, QWEN["0.5b"])
     place = context(setting, folder(setting, shape), torch.bfloat16)
-    cache_bytes = 2 * prompts * size * (prompt + new) * shape.kv_bytes(2)
-    sampler = engine_in(place, prompt=prompt, new=new, tokens=prompt + new, rows=prompts * size, cache=cache_bytes)
+    cache_bytes = 2 * WORK.rows * (WORK.prompt + WORK.new) * shape.kv_bytes(2)
+    sampler = engine_in(place, WORK, tokens=WORK.prompt + WORK.new, cache=cache_bytes)
     try:
-        tokens, took = timed(setting, sampler, problems(0, prompts), size)
+        tokens, took = timed(setting, sampler, WORK)
     finally:
         sampler.close()
     return [Figure("vLLM, tokens/s", tokens / took), Figure("tokens", tokens)]
@@ -74,15 +73,15 @@ def needed() -> None:
         raise LeftOut("vllm is not here") from error
 
 
-def engine_in(place: SamplerContext, *, prompt: int, new: int, tokens: int, rows: int, cache: int) -> Any:
+def engine_in(place: SamplerContext, work: Work, *, tokens: int, cache: int) -> Any:
     """The sampler, as gin/engine/vllm_colocated.gin makes it; `cache` bytes of keys and values, on a CPU."""
     options = SamplerOptions(
         tokenizer=Numbers(),
         token_sampler=partial(sampling.categorical, temperature=1.0),
-        encode=partial(random_prompt, place.config.vocab_size, prompt),
-        max_new_tokens=new,
+        encode=partial(random_prompt, place.config.vocab_size, work.prompt),
+        max_new_tokens=work.new,
         stop=(),
-        max_rows=rows,
+        max_rows=work.rows,
     )
     return vllm_sampler.colocated_sampler(
         place,
