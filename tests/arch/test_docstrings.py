@@ -42,7 +42,7 @@ def gin_targets() -> Iterator[Callable[..., Any]]:
 def catalogue_targets() -> Iterator[Callable[..., Any]]:
     """Every function that has a line of the catalogue; another test says when a line has no function any more."""
     page = CATALOGUE.read_text(encoding="utf-8")
-    for module, table in re.findall(r"<!-- functions of (\w+) \(.*?-->(.*?)<!-- end -->", page, re.DOTALL):
+    for module, table in re.findall(r"<!-- functions: (\w+) \(.*?-->(.*?)<!-- end -->", page, re.DOTALL):
         members = vars(importlib.import_module(f"grpo_fn.algo.{module}"))
         yield from (members[name] for name in re.findall(r"^\| `(\w+)", table, re.MULTILINE) if name in members)
 

@@ -120,7 +120,7 @@ def in_a_process(check: Check, setting: Setting, until: float) -> Outcome:
 
 
 def work(pipe: Connection, check: Check, setting: Setting) -> None:
-    """The process: say that it has begun, then what came of the check. A late one prints where it stands."""
+    """The process: report that it has begun, then the result of the check. A late one prints where it stands."""
     with suppress(ImportError):  # which the attempt reports
         importlib.import_module(check.where.partition(":")[0])  # torch's own start is no part of a check
     pipe.send("begun")

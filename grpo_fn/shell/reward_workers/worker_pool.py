@@ -199,7 +199,7 @@ def outcome_of(reply: Any, place: int, values: tuple[type, ...]) -> Outcome:
 
 
 def cancel_calls(calls: Iterable[Call]) -> None:
-    """Tell everybody who waits for one of these that it is not made."""
+    """Cancel calls that no worker will make, for everybody who waits for one."""
     for call in calls:
         if not call.future.done() and call.future.cancel():
             call.future.set_running_or_notify_cancel()

@@ -27,7 +27,7 @@ class WorkerLost(Exception):
 
 
 class CallCancelled(Exception):
-    """Nobody waits for the answer any more; the worker is still at the call."""
+    """The answer is no longer expected, and the worker is still at the call."""
 
 
 class WorkerProcess:

@@ -192,7 +192,7 @@ def test_the_end_does_not_wait_for_rows_that_are_not_wanted() -> None:
         early.on_completion(*rows([2], ["sleep"])[0])
     assert time.monotonic() - start < 20.0
     assert [future.cancelled() for future in early._futures.popitem()[1].values()] == [True]
-    early.on_completion(*rows([3], ["fine"])[0])  # nobody waits for it any more
+    early.on_completion(*rows([3], ["fine"])[0])  # its answer is no longer expected
 
 
 # -- what is not reported
