@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,7 +178,12 @@ def test_the_calculators_model_and_its_questions_are_made(tmp_path: Path) -> Non
 # -- as it grows
 
 
-def test_growth_has_a_row_for_each_point_and_a_verdict(printed: CELLS, forked: None) -> None:
+def test_growth_has_a_row_for_each_point(printed: CELLS, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With random words, and entries of the vocabulary that spell nothing, as at scale 0.5b."""
+    tiny = bench_work.SCALES["tiny"]
+    larger = tiny._replace(shape=replace(tiny.shape, vocabulary=600), prompt_tokens=12)
+    monkeypatch.setattr(bench_work, "TOKENS", 352)
+    monkeypatch.setitem(bench_work.SCALES, "tiny", larger)
     points = ("--completions", "8,16", "--lengths", "4,8", "--scale", "tiny")
     rows = printed("growth", *points, "--steps", "1", "--warm_up", "0", "--rounds", "1", "--timeout", "120")
     assert [row[0] for row in rows] == ["8", "16", "length", "4", "8"]
