@@ -1,4 +1,8 @@
-"""Readers of rows: JSON lines, parquet and hub data sets, with errors that name file and line."""
+"""Readers of rows: JSON lines, parquet and hub data sets, with errors that name file and line.
+
+Files are not read by `datasets`: it makes 27.0 of a 27 beside 0.5, a date of text that looks like one, null of a field
+that is missing, and takes 5.7 s to import.
+"""
 
 import importlib
 from collections.abc import Iterator, Sequence

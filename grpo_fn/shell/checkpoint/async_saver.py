@@ -3,6 +3,10 @@
 A checkpoint is `tensors` in pieces (`tensor_shards`), small `blobs` and `meta` of the main rank, and a manifest with
 the hash of every file. The main rank writes the manifest once every rank has reported its pieces on the disk, and
 gives the folder its name; until then no rank's death leaves anything that looks like a checkpoint.
+
+Not torch's `dcp.async_save`, whose planners and files these are: at each save it exchanges all plans (of 64 ranks with
+1,000 pieces: 5.6 s of work on the main rank; here when they change), every rank copies what all hold (on two 105 MB
+each, not 52), and in a process the first checkpoint takes 6 to 11 s.
 """
 
 import errno

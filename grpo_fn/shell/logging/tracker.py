@@ -1,7 +1,8 @@
 """Trackers: what TensorBoard shows of a run, once more in Weights & Biases or trackio.
 
 A mirror is `(run_dir) -> context -> MirrorWriter`. Only the main rank opens it, so a run is one run there, however many
-ranks share the work.
+ranks share the work. W&B reads TensorBoard's events by its own sync, and is given nothing but tables, which are text
+there; trackio has no sync (its `import_tf_events` reads a run that is over), so it is given figures as well.
 """
 
 import importlib
