@@ -32,7 +32,7 @@ from grpo_fn.core.batch import (
 from grpo_fn.core.checks import check_divides, check_positive
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals, Undeclared
+from grpo_fn.core.types import UNDECLARED, Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals
 
 Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
 Span = Callable[[str], AbstractContextManager[object]]
@@ -226,7 +226,7 @@ def learning_rows(
     for x in keep[1:]:
         check_tensor("step.Algorithm.filters", x, tuple(adv.shape[:2]), torch.bool)
     old = rollout.logp_sampled if own_pass else scored.rows("logp_old")  # the update puts its own in that place
-    others = [scored.rows(x) if x in scored.needs else Undeclared(x) for x in ("logp_ref", "logp_teacher")]
+    others = [scored.rows(x) if x in scored.needs else absent for x, absent in UNDECLARED.items()]
     batch = make_batch(rollout, torch.stack(keep).all(0), adv, old, *others)
     if algo.token_mask is None:
         return batch

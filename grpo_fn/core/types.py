@@ -83,8 +83,9 @@ class Undeclared:
     __neg__ = __abs__ = __invert__ = __bool__ = __float__ = __len__ = __iter__ = __getitem__ = read
 
 
+UNDECLARED = {name: Undeclared(name) for name in ("logp_ref", "logp_teacher")}
 # Without leaves: vmap and tree_map leave it as it is.
-_pytree.register_pytree_node(Undeclared, lambda x: ([], x.name), lambda _, name: Undeclared(name))
+_pytree.register_pytree_node(Undeclared, lambda x: ([], x.name), lambda _, name: UNDECLARED[name])
 
 
 class Batch(NamedTuple):

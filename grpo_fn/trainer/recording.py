@@ -38,7 +38,7 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import choose_kernel
 from grpo_fn.shell.model.logprob_model import choose_head_kernels
 from grpo_fn.shell.policy import checksums
-from grpo_fn.shell.policy.checksums import StepChecksums
+from grpo_fn.shell.policy.fsdp import StepChecksums
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import World
 from grpo_fn.trainer.background import Background

@@ -1,9 +1,10 @@
 """FSDPPolicy: a module on one device or many, trained in place behind the `Policy` protocol."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from grpo_fn.core.batch import lengths
-from grpo_fn.core.checksums import combine_digests, hex_digest
+from grpo_fn.core.checksums import block_digest, combine_digests, hex_digest, seed_of, total_digest
 from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.model.logprob_model import LogprobModel, TeacherHead, check_rows
-from grpo_fn.shell.policy.checksums import StepChecksums, block_digests, combine_ranks
 from grpo_fn.shell.policy.optimizer import load_moment, moment_value
 from grpo_fn.shell.world import World
 
@@ -30,6 +30,62 @@ LossScale = Callable[[float, int, bool], tuple[float, int]]
 ReferenceModel = Callable[[], AbstractContextManager[LogprobModel]]  # the reference policy, while entered
 
 WEIGHTS, OPTIMIZER, AVERAGE = "weights.", "optimizer.", "average."
+
+
+# -- digests of tensors that are spread over the ranks: every rank digests the pieces that lie with it, and all of them
+# together give the digest of the whole, which does not depend on where they lie
+
+
+class TensorBlock(NamedTuple):
+    """Where a part of a tensor lies in the whole, and what it adds to the digest. Copies of a part are equal."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    share: int
+
+
+Shares = dict[str, tuple[int, list[TensorBlock]]]  # of every tensor by name: its seed, and the pieces that are here
+
+
+@dataclass
+class StepChecksums:
+    """What went through a policy: the learning signals, and of every update the gradients' shares."""
+
+    signals: list[tuple[Batch, Scores]] = field(default_factory=list)
+    gradients: list[Shares] = field(default_factory=list)
+
+
+def block_digests(tensors: Mapping[str, Tensor]) -> Shares:
+    """This rank's shares of the tensors' digests. Raises RuntimeError for a DTensor that is not summed up yet."""
+    shares: Shares = {}
+    for name, tensor in tensors.items():
+        seed = seed_of(name, tensor.shape, tensor.dtype)
+        here = local_blocks(tensor)
+        shares[name] = seed, [TensorBlock(*where, block_digest(x, where[0], tensor.shape, seed)) for where, x in here]
+    return shares
+
+
+def local_blocks(tensor: Tensor) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], Tensor]]:
+    """What of the tensor lies here: ((offset, size), values)."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return [(((0,) * tensor.ndim, tuple(tensor.shape)), tensor)]
+    chunks = tensor.__create_chunk_list__()  # what checkpoints go by
+    return [((tuple(chunk.offsets), tuple(chunk.sizes)), tensor.to_local()) for chunk in chunks if 0 not in chunk.sizes]
+
+
+def combine_ranks(ranks: Iterable[Shares]) -> int:
+    """The digest of all tensors, from the shares of all ranks. Copies that are not equal all count."""
+    tensors: dict[str, tuple[int, set[TensorBlock]]] = {}
+    for here in ranks:
+        for name, (seed, parts) in here.items():
+            tensors.setdefault(name, (seed, set()))[1].update(parts)
+    return combine_digests(
+        total_digest(seed, (part.share for part in parts)) for _, (seed, parts) in sorted(tensors.items())
+    )
+
+
+# -- the policy
 
 
 class FSDPPolicy:

@@ -30,14 +30,8 @@ from grpo_fn.core.checksums import (
     total_digest,
 )
 from grpo_fn.core.types import Batch, CurriculumState, Reward, Rollout, Scores
-from grpo_fn.shell.policy.checksums import (
-    TensorBlock,
-    append,
-    block_digests,
-    combine_ranks,
-    local_blocks,
-    read_checksums,
-)
+from grpo_fn.shell.policy.checksums import append, read_checksums
+from grpo_fn.shell.policy.fsdp import TensorBlock, block_digests, combine_ranks, local_blocks
 
 pytestmark = pytest.mark.xdist_group("digest")
 DTYPES = [
