@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from select import select
@@ -21,6 +21,7 @@ from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.json_lines import json_object
 from grpo_fn.core.problem import LIMITS, Completion, Problem, RewardFn, Turn, verdict_name
 from grpo_fn.shell.reward_workers.reward_pool import RETURNED_NONE, Outcome, RewardError, RewardPool
+from grpo_fn.shell.reward_workers.worker_pool import BegunCall
 from grpo_fn.trainer.checks.requirements import check_sandboxes
 
 # -- JSON lines as a stream
@@ -313,36 +314,38 @@ def score_lines(
     Not more than MOST_ROWS rows, or the first beyond MOST_BYTES, are in flight. Raises ValueError for the first bad
     row, after everything before it.
     """
-    flying: deque[tuple[bytes, Problem, Completion, Future[Outcome]]] = deque()
-    fault, held = None, 0
+    flying: deque[tuple[bytes, Problem, Completion, BegunCall]] = deque()
+    fault, held, full = None, 0, False
     try:
         while True:
             rows, hungry = [], not lines.ready and not lines.ended
+            full = full and (len(flying) > MOST_ROWS // 2 or held > MOST_BYTES // 2)  # many rows are submitted together
             try:
                 if hungry and select([lines], [], [], PAUSE if flying else None)[0]:
                     lines.fill()
-                while lines.ready and len(flying) + len(rows) < MOST_ROWS and held < MOST_BYTES:
+                while lines.ready and not full:
                     where, number, line = lines.ready.popleft()
                     rows.append((line, *parse_row(where, number, line, needs=needs, suffix=suffix)))
                     held += len(line)
+                    full = len(flying) + len(rows) >= MOST_ROWS or held >= MOST_BYTES
             except ValueError as error:
                 fault = error
                 lines.stop()
             problems, completions = [row[1] for row in rows], [row[2] for row in rows]
-            futures = pool.submit(fn, problems, completions)
-            flying += [(*row, future) for row, future in zip(rows, futures, strict=True)]
+            begun = pool.submit(fn, problems, completions)
+            flying += [(*row, call) for row, call in zip(rows, begun, strict=True)]
             if not flying and lines.ended:
                 break
             if flying and (lines.ready or lines.ended):
-                wait([flying[0][-1]])
-            count = next((n for n, (*_, future) in enumerate(flying) if not future.done()), len(flying))
+                wait([flying[0][-1].future])
+            count = next((n for n, (*_, call) in enumerate(flying) if not call.future.done()), len(flying))
             if done := [flying.popleft() for _ in range(count)]:
                 held -= sum(len(line) for line, *_ in done)
                 outcomes = pool.collect(fn, *zip(*(row[1:] for row in done), strict=True))
                 yield [(line, outcome) for (line, *_), outcome in zip(done, outcomes, strict=True)]
     finally:
-        for *_, future in flying:
-            future.cancel()
+        for *_, call in flying:
+            call.future.cancel()
     if fault is not None:
         raise fault
 

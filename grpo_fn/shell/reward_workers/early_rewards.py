@@ -6,15 +6,14 @@ completion, and what a row was lost to counts when it is collected.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
 from threading import Lock
 
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.rewards.combine import combine
-from grpo_fn.shell.reward_workers.reward_pool import Outcome, RewardPool
-from grpo_fn.shell.reward_workers.worker_pool import pickled_function
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.shell.reward_workers.worker_pool import BegunCall, pickled_function
 from grpo_fn.shell.sampler.interface import spread_score
 from grpo_fn.shell.world import World
 
@@ -37,15 +36,15 @@ class EarlyRewards:
         self.pool = pool
         self._fns = {pickled_function(fn): fn for fn in fns}
         self._lock = Lock()
-        self._futures: dict[bytes, dict[tuple[int, Hashable], Future[Outcome]]] = {payload: {} for payload in self._fns}
+        self._begun: dict[bytes, dict[tuple[int, Hashable], BegunCall]] = {payload: {} for payload in self._fns}
 
     def on_completion(self, problem: Problem, completion: Completion) -> None:
         """Begin to score a completion that has ended; returns at once."""
         row = row_key(problem, completion)
         with self._lock:
-            for payload, futures in self._futures.items():
-                if row not in futures and self.pool.is_open:
-                    (futures[row],) = self.pool.submit(self._fns[payload], [problem], [completion])
+            for payload, begun in self._begun.items():
+                if row not in begun and self.pool.is_open:
+                    (begun[row],) = self.pool.submit(self._fns[payload], [problem], [completion])
 
     def reward_of(
         self, problems: Sequence[Problem], rollout: Rollout, *, reward: Callable[..., Reward], world: World
@@ -63,15 +62,15 @@ class EarlyRewards:
         """`fn` of every row, in order, as the pool's own: rows that were begun are not scored again."""
         rows = [row_key(*row) for row in zip(problems, completions, strict=True)]
         with self._lock:
-            begun = dict(self._futures.get(pickled_function(fn), {}))
+            begun = dict(self._begun.get(pickled_function(fn), {}))
         left = [i for i, row in enumerate(rows) if row not in begun]
         new = self.pool.submit(fn, [problems[i] for i in left], [completions[i] for i in left])
         late = dict(zip(left, new, strict=True))
-        futures = [late[i] if i in late else begun[row] for i, row in enumerate(rows)]
-        return [outcome.value for outcome in self.pool.collect(fn, problems, completions, futures)]
+        calls = [late[i] if i in late else begun[row] for i, row in enumerate(rows)]
+        return [outcome.value for outcome in self.pool.collect(fn, problems, completions, calls)]
 
     def _forget(self, last: int) -> None:
         with self._lock:
-            for futures in self._futures.values():
-                for row in [row for row in futures if row[0] <= last]:
-                    futures.pop(row).cancel()
+            for begun in self._begun.values():
+                for row in [row for row in begun if row[0] <= last]:
+                    begun.pop(row).future.cancel()

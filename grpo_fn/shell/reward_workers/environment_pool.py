@@ -56,8 +56,9 @@ class EnvironmentPool(WorkerPool):
             counts, self._counts = self._counts, Counter()
         return {name: float(counts[name]) for name in METRICS}
 
-    def result_of(self, outcome: Outcome) -> Answer:
+    def result_of(self, outcomes: list[Outcome]) -> Answer:
         """The answer in what a worker sent; one that says why, where there is none."""
+        (outcome,) = outcomes
         try:
             answer = Answer(failure=outcome.reason) if outcome.cause else decode_answer(outcome.value)
         except (ValueError, TypeError):
@@ -67,5 +68,5 @@ class EnvironmentPool(WorkerPool):
         return answer
 
     def _ask(self, kind: str, *given: Any) -> Future[Answer]:
-        (answer,) = self.submit_calls(self.payload, [pickle.dumps((kind, *given))], self.deadline)
-        return answer
+        (begun,) = self.submit_calls(self.payload, [pickle.dumps((kind, *given))], self.deadline)
+        return begun.future

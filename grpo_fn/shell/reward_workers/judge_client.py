@@ -76,7 +76,7 @@ class JudgeRequests:
         self._thread = Thread(target=self._loop.run_forever, name="judges", daemon=True)
         self._thread.start()
 
-    def submit(self, rows: Sequence[JudgedRow]) -> list[Future[Outcome]]:
+    def submit(self, rows: Sequence[JudgedRow]) -> list[Future[list[Outcome]]]:
         """Begin to ask about rows; the outcome of each is the verdict, None where there is none.
 
         A future holds ValueError where a key is not set.
@@ -102,13 +102,13 @@ class JudgeRequests:
     def _expect(self, rows: int) -> None:
         self._unsettled += rows
 
-    async def _outcome(self, row: JudgedRow) -> Outcome:
+    async def _outcome(self, row: JudgedRow) -> list[Outcome]:
         judge, question = row.judge, row.judge.question(row.problem, row.completion)
         try:
             async with self._locks.setdefault(question.digest, asyncio.Lock()):
                 answer = self._known_answer(question, row.problem) or await self._ask(row, question)
         except JudgeUnreachable as error:
-            return Outcome(None, str(error), 0.0, LOAD)
+            return [Outcome(None, str(error), 0.0, LOAD)]
         finally:
             self._unsettled -= 1
         value = None if answer.text is None else judge.read(answer.text, question.mark)
@@ -122,7 +122,7 @@ class JudgeRequests:
             unreadable=int(answer.text is not None and value is None),
             seconds=answer.seconds,
         )
-        return Outcome(value, reason, answer.seconds, "judge" if value is None else "", cost=cost)
+        return [Outcome(value, reason, answer.seconds, "judge" if value is None else "", cost=cost)]
 
     def _known_answer(self, question: JudgeQuestion, problem: Problem) -> JudgeAnswer | None:
         """The answer on record; what was answered about another problem costs nothing again."""

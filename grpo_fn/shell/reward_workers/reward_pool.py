@@ -8,7 +8,7 @@ import math
 import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from threading import Lock
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from grpo_fn.shell.reward_workers.judge_record import JudgeRecord
 from grpo_fn.shell.reward_workers.worker_pool import (
     LOAD,
     RETURNED_NONE,
+    BegunCall,
     Outcome,
     WorkerPool,
     check_more_than_0,
@@ -118,13 +119,11 @@ class RewardPool(WorkerPool):
 
         Raises as `submit` and `collect` do.
         """
-        futures = self.submit(fn, problems, completions)
-        return self.collect(fn, problems, completions, futures, report=report, should_stop=should_stop)
+        begun = self.submit(fn, problems, completions)
+        return self.collect(fn, problems, completions, begun, report=report, should_stop=should_stop)
 
-    def submit(
-        self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]
-    ) -> list[Future[Outcome]]:
-        """Begin to score rows; the future of each, which equal ones share.
+    def submit(self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[BegunCall]:
+        """Begin to score rows; equal ones are one.
 
         Raises ValueError when `fn` cannot be found by its name in another process.
         """
@@ -136,17 +135,17 @@ class RewardPool(WorkerPool):
             if (asked := judge_of(fn, problem)) is not None
         }
         called = [row for row in dict.fromkeys(rows) if row not in judged]
-        futures = dict(zip(called, self.submit_calls(payload, called, deadline), strict=True))
+        begun = dict(zip(called, self.submit_calls(payload, called, deadline), strict=True))
         if judged:
-            futures |= zip(judged, self._ask_judges([*judged.values()]), strict=True)
-        return [futures[row] for row in rows]
+            begun |= zip(judged, self._ask_judges([*judged.values()]), strict=True)
+        return [begun[row] for row in rows]
 
     def collect(
         self,
         fn: RewardFn,
         problems: Sequence[Problem],
         completions: Sequence[Completion],
-        futures: Sequence[Future[Outcome]],
+        begun: Sequence[BegunCall],
         *,
         report: Callable[[Loss], None] | None = None,
         should_stop: Callable[[], bool] = never,
@@ -160,22 +159,22 @@ class RewardPool(WorkerPool):
         reached and, under `stop_on_error`, naming the row, when `fn` itself raises; ScoringInterrupted once
         `should_stop` says so.
         """
-        waiting, outcomes, counted = deque(zip(problems, completions, futures, strict=True)), [], set()
+        waiting, outcomes, counted = deque(zip(problems, completions, begun, strict=True)), [], set()
         try:
             while waiting:
                 if should_stop():
                     raise ScoringInterrupted(f"{function_name(fn)}: {len(waiting)} rows were given up")
-                wait([future for *_, future in waiting], POLL)
-                while waiting and waiting[0][-1].done():
-                    problem, completion, future = waiting.popleft()
-                    outcome = future.result()
-                    if future not in counted:
-                        counted.add(future)
+                wait({call.future for *_, call in waiting}, POLL)
+                while waiting and waiting[0][-1].future.done():
+                    problem, completion, call = waiting.popleft()
+                    outcome = call.future.result()[call.place]
+                    if call not in counted:
+                        counted.add(call)
                         self._count(fn, problem, completion, outcome, report)
                     outcomes.append(outcome)
         finally:
-            for *_, future in waiting:
-                future.cancel()
+            for *_, call in waiting:
+                call.future.cancel()
         return outcomes
 
     def report(self, loss: Loss) -> None:
@@ -207,13 +206,14 @@ class RewardPool(WorkerPool):
         if outcome.cost is not None:
             self.costs.update(outcome.cost._asdict())
 
-    def _ask_judges(self, rows: Sequence[tuple[Judge, float, Problem, Completion]]) -> list[Future[Outcome]]:
+    def _ask_judges(self, rows: Sequence[tuple[Judge, float, Problem, Completion]]) -> list[BegunCall]:
         from grpo_fn.shell.reward_workers.judge_client import JudgedRow, JudgeRequests  # slow to import, as HTTP is
 
         with self._judges_lock:
             if self._judges is None:
                 self._judges = JudgeRequests(self.judge_record)
-            return self._judges.submit([JudgedRow(*row) for row in rows])
+            futures = self._judges.submit([JudgedRow(*row) for row in rows])
+        return [BegunCall(future, 0) for future in futures]
 
 
 def seconds_of(fn: RewardFn, default: float) -> float:

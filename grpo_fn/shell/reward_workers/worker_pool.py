@@ -7,7 +7,7 @@ can kill none of its processes and is broken once one dies, and Python waits at 
 
 import pickle
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
@@ -50,27 +50,34 @@ class Outcome(NamedTuple):
     cost: JudgeCost | None = None
 
 
-class Call(NamedTuple):
-    """A call that waits for its outcome."""
+class Chunk(NamedTuple):
+    """Calls of one function that a worker makes one after the other: a future for each costs more than a fast call."""
 
     payload: bytes  # the pickled function
-    arguments: bytes  # pickled
-    deadline: float  # wall clock, seconds
+    arguments: Sequence[bytes]  # pickled, of each call
+    deadline: float  # wall clock of each call, seconds
     future: Future[Any]
+
+
+class BegunCall(NamedTuple):
+    """A call that was submitted: its place among the outcomes that a future holds."""
+
+    future: Future[Any]
+    place: int
 
 
 class WorkerPool(AbstractContextManager):
     """Worker processes that call functions, each call within a deadline, each process within a memory limit.
 
-    Any thread may ask. Calls are begun in the order in which they came. Who cancels a future has no use for its call:
-    it is not made, or killed where it was begun.
+    Any thread may ask. Chunks are begun in the order in which they came. Who cancels a future has no use for its calls:
+    they are not made, or killed where they were begun.
     """
 
     VALUES: tuple[type, ...] = (float, NoneType)  # that a worker may send
 
     def __init__(self, *, workers: int, deadline: float, memory_mb: int) -> None:
         self.workers, self.deadline, self.memory_mb = workers, deadline, memory_mb
-        self._calls: deque[Call] = deque()
+        self._chunks: deque[Chunk] = deque()
         self._changed = Condition()
         self._threads: list[Thread] = []
         self._closed = False
@@ -94,98 +101,107 @@ class WorkerPool(AbstractContextManager):
         """Whether it takes calls."""
         return bool(self._threads) and not self._closed
 
-    def submit_calls(self, payload: bytes, arguments: Sequence[bytes], deadline: float) -> list[Future[Any]]:
-        """Have a function called with each of these arguments; a future holds what `result_of` makes of an outcome."""
-        calls = [Call(payload, one, deadline, Future()) for one in arguments]
+    def submit_calls(self, payload: bytes, arguments: Sequence[bytes], deadline: float) -> list[BegunCall]:
+        """Have a function called with each of these arguments.
+
+        A future holds what `result_of` makes of the outcomes of a chunk.
+        """
+        chunks, begin = [], 0
+        while begin < len(arguments):  # smaller ones at the end, so that no worker is left with many
+            end = begin + min(CHUNK, max(1, (len(arguments) - begin) // (4 * self.workers)))
+            chunks.append(Chunk(payload, arguments[begin:end], deadline, Future()))
+            begin = end
         with self._changed:
             if not self.is_open:
                 raise RuntimeError("worker pool: got a call outside of `with pool:`, wanted it inside")
-            self._calls.extend(calls)
-            self._changed.notify(len(calls))
-        return [call.future for call in calls]
+            self._chunks.extend(chunks)
+            self._changed.notify(len(chunks))
+        return [BegunCall(chunk.future, place) for chunk in chunks for place in range(len(chunk.arguments))]
 
-    def result_of(self, outcome: Outcome) -> Any:
-        """What the future of a call holds."""
-        return outcome
+    def result_of(self, outcomes: list[Outcome]) -> Any:
+        """What the future of a chunk holds."""
+        return outcomes
 
     def _serve(self, worker: WorkerProcess) -> None:
         """Make calls until the pool is closed. In a thread of its own."""
-        while calls := self._next_calls():
+        while (chunk := self._next_chunk()) is not None:
             try:
-                self._make(calls, worker)
+                outcomes = self._make(chunk, worker)
+                if chunk.future.set_running_or_notify_cancel():
+                    chunk.future.set_result(self.result_of(outcomes))
+            except CallCancelled:
+                give_up(chunk.future)
             except BaseException as error:  # no process can be started any more, say
-                for call in calls:
-                    if not call.future.done():
-                        call.future.set_exception(error)
+                if chunk.future.running() or chunk.future.set_running_or_notify_cancel():
+                    chunk.future.set_exception(error)
         worker.end()
 
-    def _next_calls(self) -> list[Call]:
-        """Wait for the next calls of one function, few where other workers are to have some; none once it is closed."""
+    def _next_chunk(self) -> Chunk | None:
+        """Wait for the next chunk that is wanted; None once the pool is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._calls or self._closed)
-            if self._closed:
-                cancel_calls(self._calls)
-                self._calls.clear()
-                return []
-            count = min(CHUNK, max(1, len(self._calls) // (4 * self.workers)))
-            calls = [self._calls.popleft()]
-            while self._calls and len(calls) < count and self._calls[0].payload == calls[0].payload:
-                calls.append(self._calls.popleft())
-            return calls
-
-    def _make(self, calls: Sequence[Call], worker: WorkerProcess) -> None:
-        """Make these calls, as far as they are wanted, and replace a worker that is lost."""
-        starts = 0
-        while waiting := [call for call in calls if not call.future.done()]:
-            current, lost = None, None
-            try:
-                self._load(waiting, worker)
-                for place, current in enumerate(waiting):
-                    reply = worker.reply(seconds=current.deadline, cancelled=partial(self._unwanted, [current]))
-                    self._settle([current], outcome_of(reply, place, self.VALUES))
-                return
-            except CallCancelled:
+            while True:
+                self._changed.wait_for(lambda: self._chunks or self._closed)
                 if self._closed:
-                    return cancel_calls(waiting)
+                    while self._chunks:
+                        give_up(self._chunks.popleft().future)
+                    return None
+                if not (chunk := self._chunks.popleft()).future.cancelled():
+                    return chunk
+
+    def _make(self, chunk: Chunk, worker: WorkerProcess) -> list[Outcome]:
+        """Make the calls of a chunk, and replace a worker that is lost. Raises CallCancelled for a chunk not wanted."""
+        outcomes: list[Outcome] = []
+        starts = 0
+        unwanted = partial(self._unwanted, chunk)
+        while len(outcomes) < len(chunk.arguments):
+            left, loaded = chunk.arguments[len(outcomes) :], False
+            try:
+                self._load(chunk.payload, left, worker, unwanted)
+                loaded, starts = True, 0
+                for place in range(len(left)):
+                    outcomes.append(outcome_of(worker.reply(chunk.deadline, unwanted), place, self.VALUES))
+            except CallCancelled:
+                if not self._closed:
+                    worker.end()
+                    worker.start()
+                raise
             except WorkerLost as error:
                 lost = Outcome(None, error.reason, worker.seconds, error.cause)
-            worker.end()
-            worker.start()
-            if lost is None:
-                continue
-            if current is not None:
-                starts = 0
-                self._settle([current], lost)
-                continue
-            starts += 1
-            if lost.cause == LOAD:
-                self._settle(waiting, lost)
-            elif starts == STARTS:
-                reason = (
-                    f"got {lost.cause} ({lost.reason}) while {STARTS} workers in a row loaded it, wanted one ready "
-                    f"within {STARTUP_SECONDS:g} s and {self.memory_mb} MB"
-                )
-                self._settle(waiting, lost._replace(reason=reason, cause=LOAD))
+                worker.end()
+                worker.start()
+                starts += 1
+                if loaded:
+                    outcomes.append(lost)
+                elif lost.cause == LOAD:
+                    outcomes += [lost] * len(left)
+                elif starts == STARTS:
+                    reason = (
+                        f"got {lost.cause} ({lost.reason}) while {STARTS} workers in a row loaded it, wanted one ready "
+                        f"within {STARTUP_SECONDS:g} s and {self.memory_mb} MB"
+                    )
+                    outcomes += [lost._replace(reason=reason, cause=LOAD)] * len(left)
+        return outcomes
 
-    def _load(self, calls: Sequence[Call], worker: WorkerProcess) -> None:
+    def _load(
+        self, payload: bytes, arguments: Sequence[bytes], worker: WorkerProcess, unwanted: Callable[[], bool]
+    ) -> None:
         """Send the function and all arguments; it is loaded when this returns."""
-        unwanted = partial(self._unwanted, calls)
-        message = pickle.dumps((calls[0].payload, [call.arguments for call in calls]))
-        worker.send(message, seconds=STARTUP_SECONDS, cancelled=unwanted)
-        match worker.reply(seconds=STARTUP_SECONDS, cancelled=unwanted):
+        worker.send(pickle.dumps((payload, arguments)), STARTUP_SECONDS, unwanted)
+        match worker.reply(STARTUP_SECONDS, unwanted):
             case ["ready"]:
                 return
             case ["failed", str() as trace]:  # too little memory raises more than MemoryError
                 raise WorkerLost(LOAD, f"could not be loaded in a worker of {self.memory_mb} MB:\n{trace}")
         raise WorkerLost("protocol_errors", MALFORMED)
 
-    def _unwanted(self, calls: Sequence[Call]) -> bool:
-        return self._closed or all(call.future.cancelled() for call in calls)
+    def _unwanted(self, chunk: Chunk) -> bool:
+        return self._closed or chunk.future.cancelled()
 
-    def _settle(self, calls: Sequence[Call], outcome: Outcome) -> None:
-        for call in calls:
-            if call.future.set_running_or_notify_cancel():
-                call.future.set_result(self.result_of(outcome))
+
+def give_up(future: Future[Any]) -> None:
+    """Cancel it, and tell everybody who waits for it."""
+    future.cancel()
+    future.set_running_or_notify_cancel()
 
 
 def outcome_of(reply: Any, place: int, values: tuple[type, ...]) -> Outcome:
@@ -196,13 +212,6 @@ def outcome_of(reply: Any, place: int, values: tuple[type, ...]) -> Outcome:
         case ["raised", number, str() as reason, str() as trace, float() as seconds] if number == place:
             return Outcome(None, reason, seconds, "exceptions", trace)
     raise WorkerLost("protocol_errors", MALFORMED)
-
-
-def cancel_calls(calls: Iterable[Call]) -> None:
-    """Cancel calls that no worker will make, for everybody who waits for one."""
-    for call in calls:
-        if not call.future.done() and call.future.cancel():
-            call.future.set_running_or_notify_cancel()
 
 
 def check_more_than_0(pool: str, **numbers: int | float) -> None:

@@ -60,7 +60,7 @@ class WorkerProcess:
         """How long it has been at the call."""
         return time.monotonic() - self._began
 
-    def send(self, message: bytes, *, seconds: float, cancelled: Callable[[], bool]) -> None:
+    def send(self, message: bytes, seconds: float, cancelled: Callable[[], bool]) -> None:
         """Begin a call: send it all. Raises as `reply` does."""
         self._began, self.importing = time.monotonic(), ""
         outgoing = memoryview(HEADER.pack(len(message)) + message)
@@ -69,7 +69,7 @@ class WorkerProcess:
                 self._wait(self.stdin.fileno(), select.POLLOUT, seconds, cancelled)
                 outgoing = outgoing[os.write(self.stdin.fileno(), outgoing) :]
 
-    def reply(self, *, seconds: float, cancelled: Callable[[], bool]) -> Any:
+    def reply(self, seconds: float, cancelled: Callable[[], bool]) -> Any:
         """The next reply, `seconds` after the last one at the latest; what it imports meanwhile is noted.
 
         Raises WorkerLost for a worker that is late or dead or sends no reply, CallCancelled once `cancelled` says so.

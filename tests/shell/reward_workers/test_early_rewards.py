@@ -102,7 +102,7 @@ def test_rewards_and_counts_are_the_same_whatever_is_reported_when(patient, data
         counts.append(dict(patient.counts))
         early_ones, plain = ({k: b[k] - a[k] for k in a} for a, b in pairwise(counts))
         assert early_ones == plain  # of what was asked for, and nothing else
-    assert not any(early._futures.values())
+    assert not any(early._begun.values())
 
 
 def test_a_row_that_was_begun_is_not_scored_again() -> None:
@@ -119,7 +119,7 @@ def test_a_row_that_was_begun_is_not_scored_again() -> None:
 
 def begun(early: EarlyRewards) -> None:
     """Wait for all that was begun."""
-    wait([future for futures in early._futures.values() for future in futures.values()])
+    wait([call.future for calls in early._begun.values() for call in calls.values()])
 
 
 def test_an_exception_is_raised_when_its_row_is_asked_for_and_never_for_others(pool: RewardPool) -> None:
@@ -191,7 +191,7 @@ def test_the_end_does_not_wait_for_rows_that_are_not_wanted() -> None:
         assert pool.score(obeys, *columns(rows([0], ["fine", "fine too"]))) == [1.0, 1.0]
         early.on_completion(*rows([2], ["sleep"])[0])
     assert time.monotonic() - start < 20.0
-    assert [future.cancelled() for future in early._futures.popitem()[1].values()] == [True]
+    assert [call.future.cancelled() for call in early._begun.popitem()[1].values()] == [True]
     early.on_completion(*rows([3], ["fine"])[0])  # its answer is no longer expected
 
 
@@ -219,7 +219,7 @@ def shared(world: World, prompts: int, group: int) -> tuple[list[Any], int]:
             asked = rows(range(i * prompts, (i + 1) * prompts), ["x" * g for g in range(group)])
             for row in asked[own.start * group : own.stop * group]:
                 early.on_completion(*row)
-            known += sum(map(len, early._futures.values()))
+            known += sum(map(len, early._begun.values()))
             found = step(early, [length_of_text], asked, world)
     return found, known
 
