@@ -8,6 +8,7 @@ One index: `logp[b, t]` is the log-probability of `tokens[b, t]` given `tokens[b
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Never, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float, Int
@@ -51,11 +52,11 @@ class Groups(NamedTuple):
     reward: Reward
 
 
+@dataclass(frozen=True)
 class Undeclared:
     """Stands for log-probs that no function of the algorithm declares (see `algo.needs`); to read them is an error."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def read(self, *_: object) -> Never:
         """Raise FunctionMisfit: a function reads what is not there."""
@@ -84,8 +85,7 @@ class Undeclared:
 
 
 UNDECLARED = {name: Undeclared(name) for name in ("logp_ref", "logp_teacher")}
-# Without leaves: vmap and tree_map leave it as it is.
-_pytree.register_pytree_node(Undeclared, lambda x: ([], x.name), lambda _, name: UNDECLARED[name])
+_pytree.register_constant(Undeclared)  # vmap and tree_map leave it as it is
 
 
 class Batch(NamedTuple):
