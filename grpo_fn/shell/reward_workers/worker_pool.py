@@ -199,7 +199,7 @@ class WorkerPool(AbstractContextManager):
 
 
 def give_up(future: Future[Any]) -> None:
-    """Cancel it, and tell everybody who waits for it."""
+    """Cancel it, and wake everybody who waits for it."""
     future.cancel()
     future.set_running_or_notify_cancel()
 
