@@ -9,8 +9,13 @@ from typing import Any
 from grpo_fn.core.environment import Environment, Message, PlainData
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.answers import Answer, EnvironmentCall, decode_answer
-from grpo_fn.shell.reward_workers.worker_pool import Outcome, WorkerPool, check_more_than_0, pickled_function
-from grpo_fn.shell.reward_workers.worker_process import MALFORMED
+from grpo_fn.shell.reward_workers.worker_pool import (
+    MALFORMED,
+    Outcome,
+    WorkerPool,
+    check_more_than_0,
+    pickled_function,
+)
 
 METRICS = ("time/environments", "time/environment_wait", "episode/environment_failures")
 

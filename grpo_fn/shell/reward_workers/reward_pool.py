@@ -20,6 +20,7 @@ from grpo_fn.rewards.wrappers import by_task, with_timeout
 from grpo_fn.shell.reward_workers.judge_record import JudgeRecord
 from grpo_fn.shell.reward_workers.worker_pool import (
     LOAD,
+    POLL,
     RETURNED_NONE,
     BegunCall,
     Outcome,
@@ -28,7 +29,6 @@ from grpo_fn.shell.reward_workers.worker_pool import (
     function_name,
     pickled_function,
 )
-from grpo_fn.shell.reward_workers.worker_process import POLL
 
 __all__ = ["RETURNED_NONE", "Loss", "Outcome", "RewardError", "RewardPool", "ScoringInterrupted", "judge_of"]
 

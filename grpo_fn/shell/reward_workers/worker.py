@@ -1,4 +1,4 @@
-"""One reward worker: `python -m grpo_fn.shell.reward_workers.worker MEMORY_MB`, started and fed by `worker_process`.
+"""One reward worker: `python -m grpo_fn.shell.reward_workers.worker MEMORY_MB`, started and fed by `worker_pool`.
 
 A message is a 4-byte big-endian length and that many bytes. In: a pickled `(function, rows)`, where the function and
 each row `(problem, completion)` are pickles themselves, so that a row is opened only when its turn has come. Out:
