@@ -40,7 +40,7 @@ def judge_on(process: Process, **changes: Any) -> Judge:
 
 def judged(judge: Judge, texts: list[str], folder: Path) -> tuple[list[Outcome], dict[str, float]]:
     pool = RewardPool(workers=1, timeout_per_completion=60.0, memory_mb=1024, stop_on_error=True)
-    pool.judges.record = JudgeRecord(folder, 0)
+    pool.judge_record = JudgeRecord(folder, 0)
     with pool:
         rows = [PROBLEM._replace(uid=uid) for uid in range(len(texts))], [Completion(text, 1, False) for text in texts]
         return pool.judge(judge, *rows), dict(pool.costs)
