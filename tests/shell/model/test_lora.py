@@ -273,7 +273,8 @@ def test_a_plain_model_with_the_merged_weights_computes_the_same(case: tuple[str
     tensors = dict(merge_adapters(model.state_dict(), how))
     assert tensors.keys() == fresh.state_dict().keys()
     fresh.load_state_dict(tensors)
-    torch.testing.assert_close(logits(fresh), logits(model), rtol=1e-5, atol=1e-5)
+    # In float64: what is left is the rounding of the merged weights, and not that of two ways through the layers.
+    torch.testing.assert_close(logits(fresh.double()), logits(model.double()), rtol=1e-5, atol=1e-5)
 
 
 def model_vocabulary() -> int:
