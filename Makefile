@@ -1,4 +1,5 @@
-# `make run` trains on the embedded default, `make test` runs the tests. Each makes .venv when it is missing.
+# `make run` trains on the embedded default. `make test` runs the tests, `make test ARGS=tests/algo` those of a folder.
+# Each makes .venv when it is missing.
 # `make test-vllm` runs those of the real vLLM engine in an environment of their own, .venv-vllm (Linux x86_64, Python 3.11).
 PYTHON ?= python3
 TORCH ?= torch==2.13.*
@@ -8,7 +9,7 @@ run: .venv/ready
 	.venv/bin/python -m grpo_fn.run --gin_file run/arithmetic.gin
 
 test: .venv/ready
-	.venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
+	.venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadgroup $(ARGS)
 
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest tests/vllm -n 2 --maxprocesses 2 --dist loadfile

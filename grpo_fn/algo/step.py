@@ -103,9 +103,7 @@ class Algorithm:
     minibatches: int = 1  # optimizer steps in a pass
 
     def __post_init__(self) -> None:
-        check_positive(
-            group_size=self.group_size, epochs=self.epochs, minibatches=self.minibatches, prompts=self.prompts
-        )
+        check_positive(**{name: getattr(self, name) for name in ("prompts", "group_size", "epochs", "minibatches")})
         check_divides(self.prompts, self.minibatches)
 
     @cached_property
