@@ -10,6 +10,7 @@ from compare_trl_cases import Case
 from import_draft import Draft
 from torch import Tensor, nn
 from torch.func import grad_and_value
+from torch.utils._pytree import tree_map_only
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_fn.algo.needs import ScoredStep, token_advantages
@@ -127,7 +128,7 @@ def gradients(made: Imported, updates: Sequence[Mapping[str, Any]]) -> Iterator[
     parts = made.algo.minibatches
     for number, update in enumerate(updates):
         rows = torch.arange(len(made.batch.mask)).chunk(parts)[number % parts]
-        batch = Batch(*(x[rows] for x in made.batch))
+        batch = tree_map_only(Tensor, lambda x, rows=rows: x[rows], made.batch)
         made.policy.params = {name: update["params"][name] for name in made.policy.params}
         made.policy.grads = {name: torch.zeros_like(p) for name, p in made.policy.params.items()}
         scores, pullback = made.policy.vjp(batch)

@@ -12,6 +12,7 @@ import torch
 from lens.row_gradients import Noise, influence, noise_scale, row_gradients
 from markupsafe import Markup
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.algo.step import UNMOVED, Experience
@@ -141,7 +142,8 @@ def moved_by(oracle: FunctionalPolicy, batch: Batch, signal: Tensor, groups: Gro
         return torch.where(mask, torch.nn.functional.pad(taken, (1, 0)), 0.0)
 
     at_once = max(1, MICRO_TOKENS // batch.tokens.shape[1])
-    parts = [Batch(*fields) for fields in zip(*(x.split(at_once) for x in batch), strict=True)]
+    begins = range(0, len(batch.tokens), at_once)
+    parts = [tree_map_only(Tensor, lambda x, begin=begin: x[begin : begin + at_once], batch) for begin in begins]
     gradients = torch.cat(
         [row_gradients(logp, chosen, part, s) for part, s in zip(parts, signal.split(at_once), strict=True)]
     )
