@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_fn.algo import losses, metrics
 from grpo_fn.algo.metrics import Stat, merge, merge_all, stat
 from grpo_fn.core.batch import outcome_reward
-from grpo_fn.core.types import Batch, Rollout, Scores
+from grpo_fn.core.types import UNDECLARED, Batch, Rollout, Scores
 
 values = st.integers(0, 6).flatmap(lambda n: tensors(n, finite_floats(1e4)))
 
@@ -198,6 +198,7 @@ def test_what_a_loss_says_of_its_tokens_goes_before_that():
 
 def test_without_a_reference_the_kl_is_one_to_the_old_policy():
     scores, batch = rows(logp=-1.0, old=-2.0, ref=math.nan)
+    batch = batch._replace(logp_ref=UNDECLARED["logp_ref"])
     assert metrics.of_tokens(scores, batch, {})["kl"][batch.mask].tolist() == pytest.approx([math.exp(-1)] * 4)
 
 
