@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -20,7 +18,7 @@ from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.model.logprob_model import choose_head_kernels, chunk_elements
 from grpo_fn.shell.model.lora import LoRA, attach
 from grpo_fn.shell.policy.memory_estimate import GB, WIDE, Memory
-from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.shell.policy.mesh import plan_blocks
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.sampler.local.joined_projections import joining_note
 from grpo_fn.shell.sampler.local.split_kv import split_kv_unsupported_reason
@@ -131,44 +129,6 @@ def precision_notes(dtype: torch.dtype, device: torch.device | None) -> list[str
         "float32 on a GPU: no tensor cores, no kernels for packed rows (50 TFLOP/s of an H100's 800 in bfloat16); lay "
         " --gin_file scale/bf16.gin over the run, or scale/fp16.gin before Ampere"
     ]
-
-
-class BlockPlan(NamedTuple):
-    """How the blocks of a run are executed, and what a plan says of it."""
-
-    parallelism: Parallelism  # with a `compile` that no longer depends on the device
-    notes: tuple[str, ...]
-
-
-def plan_blocks(
-    parallelism: Parallelism, device: torch.device | None, *, config: PretrainedConfig, deterministic: bool
-) -> BlockPlan:
-    """`blocks.compiled_on_cuda` made `torch_compile` or `eager`; any other choice stays as it is."""
-    if function_and_knobs(parallelism.compile)[0] is not blocks.compiled_on_cuda:
-        return BlockPlan(parallelism, ())
-    if device is not None and device.type != "cuda":
-        return BlockPlan(replace(parallelism, compile=blocks.eager), ())
-    reason = compile_refusal(parallelism, deterministic=deterministic)
-    if reason is None:
-        reason = blocks.small_block_reason(blocks.largest_block(hf.empty_model(config)))
-    if reason is None and device is not None:
-        reason = blocks.compile_unsupported_reason(device)
-    if reason is None:
-        compiled = partial(blocks.torch_compile, mode="default")
-        return BlockPlan(replace(parallelism, compile=compiled), ("blocks are compiled, the default on CUDA",))
-    note = f"blocks run as written, not compiled as is the default on CUDA: {reason}"
-    return BlockPlan(replace(parallelism, compile=blocks.eager), (note,))
-
-
-def compile_refusal(parallelism: Parallelism, *, deterministic: bool) -> str | None:
-    """What in a configuration rules compiled blocks out by default; None where nothing does."""
-    if deterministic:
-        return "sections.Compute.deterministic is True"
-    if parallelism.tp > 1:
-        return f"mesh.Parallelism.tp is {parallelism.tp}"
-    if function_and_knobs(parallelism.activation_checkpointing)[0] is blocks.selective_checkpointing:
-        return "blocks.selective_checkpointing would compute all of a compiled block again"
-    return None
 
 
 def decoding_note(device: torch.device | None) -> str:

@@ -11,20 +11,12 @@ from grpo_fn.config import load_config
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.model.lora import LoRA
-from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.shell.policy.mesh import BlockPlan, Parallelism, plan_blocks
 from grpo_fn.trainer import plan as plans
 from grpo_fn.trainer import sections
 from grpo_fn.trainer.checks.dry_run import dry_run_lines
 from grpo_fn.trainer.checks.validate import validate
-from grpo_fn.trainer.plan import (
-    BlockPlan,
-    decoding_note,
-    plan_blocks,
-    planned_chunk,
-    planned_device,
-    precision_notes,
-    projection_notes,
-)
+from grpo_fn.trainer.plan import decoding_note, planned_chunk, planned_device, precision_notes, projection_notes
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 SMALL = Qwen2Config(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)

@@ -11,11 +11,11 @@ from transformers import Qwen2Config
 
 from grpo_fn.config import load_config
 from grpo_fn.shell.model.attention import attention_note
+from grpo_fn.shell.policy.mesh import BlockPlan
 from grpo_fn.shell.world import World, alone
 from grpo_fn.trainer import plan as plans
 from grpo_fn.trainer import sections
 from grpo_fn.trainer.plan import (
-    BlockPlan,
     Plan,
     device_text,
     no_report,

@@ -135,7 +135,7 @@ def eager(block: nn.Module) -> None:
 def compiled_on_cuda(block: nn.Module) -> None:
     """`torch_compile` in mode "default" on a CUDA device; `eager` elsewhere and for small blocks. The default of a run.
 
-    A run settles which of the two it is before a model is loaded (`trainer.plan.plan_blocks`): on CUDA, too, the blocks
+    A run settles which of the two it is before a model is loaded (`mesh.plan_blocks`): on CUDA, too, the blocks
     run as written where compiled ones are refused, or have fewer than SMALL_BLOCK weights.
 
     Args:

@@ -2,17 +2,20 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PretrainedConfig
 
 from grpo_fn.core.partials import function_and_knobs
-from grpo_fn.shell.model.blocks import blocks, check_compile_mode, torch_compile
+from grpo_fn.shell.model import blocks, hf
 from grpo_fn.shell.world import World, backend_timeout
 
 REST, HOST = "rest", "host"
@@ -43,9 +46,9 @@ class Parallelism:
     def __post_init__(self) -> None:
         """Raise ValueError for what does not go together, and for a mode that torch.compile has not."""
         compile_block, knobs = function_and_knobs(self.compile)
-        if compile_block is torch_compile and "mode" in knobs:
-            check_compile_mode(knobs["mode"])
-        if self.tp > 1 and compile_block is torch_compile:
+        if compile_block is blocks.torch_compile and "mode" in knobs:
+            blocks.check_compile_mode(knobs["mode"])
+        if self.tp > 1 and compile_block is blocks.torch_compile:
             raise ValueError(  # torch.compile runs into a recursion over DTensors of open sizes (2.13)
                 f"parallelism: got tp {self.tp} with compiled blocks, wanted eager ones (blocks.eager) or tp 1"
             )
@@ -106,7 +109,7 @@ def shard(root: nn.Module, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtyp
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if how.offload else OffloadPolicy(),
     }
-    layers = blocks(model)
+    layers = blocks.blocks(model)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=how.reshard_after_forward, **knobs)
     # The root has embedding, last norm and head, which end the forward pass and begin the backward pass: they stay.
@@ -119,3 +122,41 @@ def shard(root: nn.Module, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtyp
         layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + PREFETCH])
         layer.set_modules_to_backward_prefetch(layers[max(0, i - PREFETCH) : i][::-1])
     return root
+
+
+class BlockPlan(NamedTuple):
+    """How the blocks of a run are executed, and what a plan says of it."""
+
+    parallelism: Parallelism  # with a `compile` that no longer depends on the device
+    notes: tuple[str, ...]
+
+
+def plan_blocks(
+    parallelism: Parallelism, device: torch.device | None, *, config: PretrainedConfig, deterministic: bool
+) -> BlockPlan:
+    """`blocks.compiled_on_cuda` made `torch_compile` or `eager`; any other choice stays as it is."""
+    if function_and_knobs(parallelism.compile)[0] is not blocks.compiled_on_cuda:
+        return BlockPlan(parallelism, ())
+    if device is not None and device.type != "cuda":
+        return BlockPlan(replace(parallelism, compile=blocks.eager), ())
+    reason = compile_refusal(parallelism, deterministic=deterministic)
+    if reason is None:
+        reason = blocks.small_block_reason(blocks.largest_block(hf.empty_model(config)))
+    if reason is None and device is not None:
+        reason = blocks.compile_unsupported_reason(device)
+    if reason is None:
+        compiled = partial(blocks.torch_compile, mode="default")
+        return BlockPlan(replace(parallelism, compile=compiled), ("blocks are compiled, the default on CUDA",))
+    note = f"blocks run as written, not compiled as is the default on CUDA: {reason}"
+    return BlockPlan(replace(parallelism, compile=blocks.eager), (note,))
+
+
+def compile_refusal(parallelism: Parallelism, *, deterministic: bool) -> str | None:
+    """What in a configuration rules compiled blocks out by default; None where nothing does."""
+    if deterministic:
+        return "sections.Compute.deterministic is True"
+    if parallelism.tp > 1:
+        return f"mesh.Parallelism.tp is {parallelism.tp}"
+    if function_and_knobs(parallelism.activation_checkpointing)[0] is blocks.selective_checkpointing:
+        return "blocks.selective_checkpointing would compute all of a compiled block again"
+    return None

@@ -17,16 +17,9 @@ from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.model.blocks import full_checkpointing, torch_compile
 from grpo_fn.shell.policy import memory_estimate
 from grpo_fn.shell.policy.memory_estimate import GB, WIDE, Memory, Weight
-from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.shell.policy.mesh import Parallelism, plan_blocks
 from grpo_fn.shell.sampler.local import local_sampler
-from grpo_fn.trainer.plan import (
-    ValidatedPlan,
-    decoding_notes,
-    plan_blocks,
-    planned_chunk,
-    planned_device,
-    precision_notes,
-)
+from grpo_fn.trainer.plan import ValidatedPlan, decoding_notes, planned_chunk, planned_device, precision_notes
 from grpo_fn.trainer.sections import Settings
 
 # "H100": measured on one H100 80GB, 2026-11-26, torch 2.11; docs/running/run.md has the measurements.
