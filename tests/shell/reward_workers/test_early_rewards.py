@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import hypothesis.strategies as st
@@ -148,22 +148,28 @@ def test_a_reward_that_cannot_be_loaded_is_an_error_of_its_step(pool: RewardPool
 # -- the pool beneath
 
 
-def test_threads_have_the_workers_in_turn(pool: RewardPool) -> None:
-    asked, turns = columns(rows(range(8), "ab")), []
+def test_rows_of_two_threads_are_scored_in_the_order_in_which_they_were_submitted() -> None:
+    with pool_of(stop_on_error=True, workers=1) as pool:
+        batch, scored, submitted = columns(rows(range(4), "ab")), [], Lock()
+        submitted.acquire()  # until the first thread has submitted its first batch and the second one its own
 
-    def ask(by: int) -> None:
-        for _ in range(6):
-            assert pool.score(partial(scaled, by=by), *asked) == [float(by)] * 16
-            turns.append(by)
+        def submit(by: int) -> list[Future[Any]]:
+            calls = pool.submit(partial(scaled, by=by), *batch)
+            calls[-1].future.add_done_callback(lambda _: scored.append(by))
+            return [call.future for call in calls]
 
-    threads = [Thread(target=ask, args=(by,)) for by in (2, 3)]
-    for thread in threads:
+        def second_thread() -> None:
+            futures.extend(submit(2))
+            submitted.release()
+
+        futures = submit(1)
+        thread = Thread(target=second_thread)
         thread.start()
-    for thread in threads:
+        assert submitted.acquire(timeout=60)
+        futures += submit(3)
+        wait(futures)
         thread.join(60)
-    assert sorted(turns) == [2] * 6 + [3] * 6
-    both = turns[turns.index(3) if turns[0] == 2 else turns.index(2) :][:4]
-    assert len(set(both)) == 2  # neither has them to itself once the other one waits
+    assert scored == [1, 2, 3]  # the second thread does not wait until the first one has nothing more to submit
 
 
 def test_the_time_of_decoding_is_not_waited_for_again(pool: RewardPool) -> None:
