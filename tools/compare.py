@@ -216,7 +216,7 @@ Seeds = tuple[object, ...]
 def settings(paths: Sequence[Path], accuracies: Sequence[float]) -> dict[str, dict[Seeds, tuple[Path, float]]]:
     """Setting -> seeds -> run and accuracy; what is no run folder is a setting of its own, without a seed."""
     from grpo_fn.shell.checkpoint.run_dir import MARKER, SEED_KNOBS
-    from grpo_fn.shell.logging.tensorboard_layout import read_hparams
+    from grpo_fn.shell.logging.metrics_writer import read_hparams
 
     found: dict[str, dict[Seeds, tuple[Path, float]]] = {}
     for path, accuracy in zip(paths, accuracies, strict=True):

@@ -38,7 +38,7 @@ def export(args: argparse.Namespace) -> int:
     """Write the folder. Raises ValueError or OSError for bad input."""
     from transformers.utils.logging import disable_progress_bar
 
-    from grpo_fn.trainer.export import export_adapter, export_whole, find_run_checkpoint
+    from grpo_fn.trainer.model_source import export_adapter, export_whole, find_run_checkpoint
 
     disable_progress_bar()
     found = find_run_checkpoint(args.source)

@@ -9,15 +9,29 @@ without a scope inherits that of the function whose knob it is: all as in gin. T
 macro is a substitution, resolved where it is used, and `@f()` is called once for each distinct set of knobs.
 """
 
+import glob
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_fn.config.dump import collect_hparams, dump, with_absolute_paths
-from grpo_fn.config.nodes import Node
 from grpo_fn.config.parse import parse_gin
-from grpo_fn.config.resolve import fill_macros, freeze, knobs_of, resolve, value_fingerprint
+from grpo_fn.config.resolve import (
+    Bindings,
+    Macro,
+    Node,
+    Reference,
+    fill_macros,
+    freeze,
+    functions,
+    knobs_of,
+    resolve,
+    used_macros,
+    value_fingerprint,
+)
 
 __all__ = ["Config", "freeze", "load_config", "parse_gin", "value_fingerprint"]
 
@@ -75,3 +89,124 @@ def import_function(name: str) -> tuple[Any, Callable[..., Any]]:
     module, _, function = name.rpartition(".")
     module = importlib.import_module(module)
     return module, getattr(module, function)
+
+
+# -- bindings as gin text and as a table
+
+Names = Mapping[Callable[..., Any], str]
+
+
+def dump(bindings: Bindings) -> str:
+    """The bindings as gin text, sorted. Macros without a use are left out: launching would refuse them."""
+    imports, names = import_lines(functions(bindings))
+    macros = [(name, bindings.macros[name]) for name in used_macros(bindings) & bindings.macros.keys()]
+    blocks = [
+        ["# The resolved configuration of a run: --gin_file with this file repeats it."],
+        ["from __gin__ import dynamic_registration", *imports],
+        [f"{name} = {gin_literal(value, names)}" for name, value in sorted(macros, key=lambda pair: pair[0])],
+        [f"{name} = {gin_literal(value, names)}" for name, value in named_knobs(bindings, names)],
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def collect_hparams(bindings: Bindings) -> dict[str, int | float | str]:
+    """Every bound knob under the name that `dump` gives it, macros being what they stand for.
+
+    What is neither a finite number nor a string is the text that gin reads: `True`, `@losses.cispo`, `[1.0, 0.1]`.
+    """
+    _, names = import_lines(functions(bindings))
+
+    def shown(value: Any) -> int | float | str:
+        plain = type(value) in (int, str) or (type(value) is float and math.isfinite(value))
+        return value if plain else gin_literal(value, names)
+
+    return {name: shown(expand_macros(value, bindings.macros)) for name, value in named_knobs(bindings, names)}
+
+
+def expand_macros(value: Any, macros: Mapping[str, Any]) -> Any:
+    """The value with each macro in it replaced; one without a value, or inside itself, stays: no root reaches it."""
+    match value:
+        case Macro(name) if name in macros:
+            return expand_macros(macros[name], {other: macros[other] for other in macros if other != name})
+        case dict():
+            return {expand_macros(key, macros): expand_macros(item, macros) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(expand_macros(item, macros) for item in value)
+    return value
+
+
+def named_knobs(bindings: Bindings, names: Names) -> list[tuple[str, Any]]:
+    """Every bound knob as `scope/module.function.knob`, in the order of these names."""
+    knobs = [
+        ("/".join(filter(None, [scope, f"{names[target]}.{knob}"])), value)
+        for (scope, target), bound in bindings.knobs.items()
+        for knob, value in bound.items()
+    ]
+    return sorted(knobs, key=lambda pair: pair[0])
+
+
+def import_lines(targets: Iterable[Callable[..., Any]]) -> tuple[list[str], Names]:
+    """Import lines, and each function's selector under them. Modules that share a last name get their full one."""
+    targets = list(targets)
+    modules = sorted({target.__module__ for target in targets})
+    leaves = Counter(module.rpartition(".")[2] for module in modules)
+    lines, short = [], {}
+    for module in modules:
+        parent, _, leaf = module.rpartition(".")
+        short[module] = leaf if leaves[leaf] == 1 and leaf != "gin" else module.replace(".", "_")
+        alias = f" as {short[module]}" if short[module] != leaf else ""
+        lines.append((f"from {parent} " if parent else "") + f"import {leaf}{alias}")
+    return lines, {target: f"{short[target.__module__]}.{target.__qualname__}" for target in targets}
+
+
+def gin_literal(value: Any, names: Names) -> str:
+    """A value in gin's grammar."""
+    match value:
+        case Macro():
+            return f"%{value.name}"
+        case Reference():
+            return "@" + "/".join([*value.scope, names[value.target]]) + "()" * value.call
+        case dict():
+            return "{" + ", ".join(f"{gin_literal(k, names)}: {gin_literal(v, names)}" for k, v in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(gin_literal(item, names) for item in value) + "]"
+        case tuple():
+            return "(" + "".join(f"{gin_literal(item, names)}, " for item in value) + ")"
+        case float():
+            return repr(value).replace("inf", "1e999")  # gin has no name for infinity, but reads the overflow
+    return repr(value)
+
+
+# -- relative paths in absolute form, so that a stored configuration means the same from any folder
+
+
+PATH_KNOBS = ("data", "folder", "model", "path")  # knobs of these names hold paths, or names of something elsewhere
+
+
+def with_absolute_paths(bindings: Bindings) -> Bindings:
+    """The bindings with every relative path of a path knob absolute, where it names what is there; macros followed.
+
+    What names nothing here stays: it is a hub's name, or a mistake that the knob's owner complains of.
+    """
+    macros = dict(bindings.macros)
+
+    def absolute(value: Any, inside: frozenset[str]) -> Any:
+        match value:
+            case Macro(name) if name in macros and name not in inside:
+                macros[name] = absolute(macros[name], inside | {name})
+            case str() if is_relative_path(value):
+                return os.path.abspath(value)
+        return value
+
+    knobs = {
+        key: {knob: absolute(value, frozenset()) if knob in PATH_KNOBS else value for knob, value in bound.items()}
+        for key, bound in bindings.knobs.items()
+    }
+    return replace(bindings, knobs=knobs, macros=macros)
+
+
+def is_relative_path(text: str) -> bool:
+    """Whether a text names a file or folder of the working folder, or with `*` or `?` some of them."""
+    if not text or os.path.isabs(text) or text.startswith("~"):
+        return False
+    return bool(glob.glob(text)) if glob.has_magic(text) else os.path.exists(text)

@@ -17,18 +17,19 @@ import gin
 from gin import config_parser
 from gin.config_parser import BindingStatement, BlockDeclaration, ConfigParser, ImportStatement, IncludeStatement
 
-from grpo_fn.config.nodes import (
+from grpo_fn.config.resolve import (
     Bindings,
     Macro,
     Reference,
+    bad_names,
     comma_list,
     complain,
     full_name,
     functions,
+    knobs_of,
     search_working_folder,
     suggest_name,
 )
-from grpo_fn.config.resolve import bad_names, knobs_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Inside the package in a wheel, beside it in a checkout.

@@ -1,27 +1,120 @@
-"""References to functions with knobs, macros to values, every name against the signature that it claims to fit.
+"""What a gin file says, without gin: references and macros, resolved to functions with knobs, frozen to plain partials.
 
-What is resolved is frozen into plain partials (`freeze`).
+Every name is checked against the signature that it claims to fit. `bind_function` is the same for a command line.
 """
 
+import difflib
 import hashlib
+import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import os
+import sys
+from ast import literal_eval
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from inspect import Parameter
 from typing import Any
 
-from grpo_fn.config.nodes import (
-    Bindings,
-    Macro,
-    Node,
-    Reference,
-    comma_list,
-    complain,
-    full_name,
-    nested_references,
-    suggest_name,
-    used_macros,
-)
+
+@dataclass(frozen=True)
+class Reference:
+    """`@scope/f`, or `@scope/f()` when `call`."""
+
+    target: Callable[..., Any]  # the undecorated function or class
+    scope: tuple[str, ...]
+    call: bool
+
+
+@dataclass(frozen=True)
+class Macro:
+    """`%NAME`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """A function with all its knobs: what a reference means once scopes and macros are resolved."""
+
+    target: Callable[..., Any]
+    knobs: Mapping[str, Any]
+    call: bool
+
+
+@dataclass
+class Bindings:
+    """Everything that files and parameters bind, before anything is resolved."""
+
+    knobs: dict[tuple[str, Callable[..., Any]], dict[str, Any]] = field(default_factory=dict)  # by (scope, function)
+    macros: dict[str, Any] = field(default_factory=dict)
+    bound_at: dict[str, str] = field(default_factory=dict)  # macro -> the last place that binds it
+    used_at: dict[str, str] = field(default_factory=dict)  # macro -> the first place that mentions it
+    from_params: set[str] = field(default_factory=set)  # macros that the command line binds
+    knobs_from_params: dict[tuple[str, Callable[..., Any]], dict[str, str]] = field(default_factory=dict)  # to its flag
+
+
+def nested_references(value: Any) -> Iterator[Reference | Macro]:
+    """Every reference and macro inside a value."""
+    match value:
+        case Reference() | Macro():
+            yield value
+        case dict():
+            yield from nested_references([*value.keys(), *value.values()])
+        case list() | tuple():
+            for item in value:
+                yield from nested_references(item)
+
+
+def functions(bindings: Bindings) -> list[Callable[..., Any]]:
+    """Every function that is bound or referenced, each once."""
+    named = nested_references([*bindings.knobs.values(), bindings.macros])
+    referenced = [item.target for item in named if isinstance(item, Reference)]
+    return list(dict.fromkeys([*(target for _, target in bindings.knobs), *referenced]))
+
+
+def used_macros(bindings: Bindings) -> set[str]:
+    """Macros that some knob uses, directly or through other macros."""
+    todo, used = list(bindings.knobs.values()), set()
+    while todo:
+        new = {item.name for item in nested_references(todo) if isinstance(item, Macro)} - used
+        used |= new
+        todo = [bindings.macros[name] for name in new if name in bindings.macros]
+    return used
+
+
+def full_name(target: Any) -> str:
+    """`package.module.function`: the name by which workers and relaunched files find it."""
+    return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', repr(target))}"
+
+
+def search_working_folder() -> None:
+    """Let modules of the working folder be imported by tools and console scripts too, not under `python -m` alone."""
+    here = os.getcwd()
+    if not {"", here} & {*sys.path}:
+        sys.path.append(here)
+
+
+def suggest_name(name: str, choices: Iterable[str]) -> str:
+    """`; did you mean X?`, ignoring case, or nothing when no choice is near."""
+    by_case = {choice.lower(): choice for choice in sorted(choices) if choice != name}
+    match = difflib.get_close_matches(name.lower(), by_case, n=1)
+    return f"; did you mean {by_case[match[0]]}?" if match else ""
+
+
+def comma_list(names: Iterable[str]) -> str:
+    """`a, b, c`, or `none`."""
+    return ", ".join(names) or "none"
+
+
+def complain(problems: Sequence[str]) -> None:
+    """Raise one ValueError with every problem, each on its line, if there are any."""
+    if problems:
+        raise ValueError("\n".join(dict.fromkeys(problems)))
+
+
+# -- references and macros to functions with knobs
+
 
 Supplied = Mapping[str, Collection[str]]
 
@@ -255,3 +348,76 @@ def canonical_text(value: Any) -> str:
 def value_fingerprint(value: Any) -> str:
     """SHA-256 of a resolved value."""
     return hashlib.sha256(canonical_text(value).encode()).hexdigest()
+
+
+# -- a function as a command line names it: a short name or `module.function`, with knobs as `KNOB=VALUE`
+
+
+def bind_function(name: str, knobs: Sequence[str], *, flag: str, short: Sequence[str]) -> Callable[..., Any]:
+    """The function `module.function` with its knobs, each `KNOB=VALUE`; a later one beats an earlier.
+
+    A value is a Python literal, or `@module.function`, whose own knobs are `KNOB.ITS_KNOB=VALUE`.
+    """
+    return _bound(name, dict(_knob(knob, flag) for knob in knobs), "", flag, short)
+
+
+def knob_names(name: str, *, short: Sequence[str]) -> set[str]:
+    """The parameters of a function that the command line names."""
+    return set(signature(_function(name, short)))
+
+
+class _At(str):
+    """The name of a function."""
+
+
+def _knob(text: str, flag: str) -> tuple[str, Any]:
+    name, _, value = (part.strip() for part in text.partition("="))
+    if value.startswith("@"):
+        return name, _At(value[1:])
+    try:
+        return name, literal_eval(value)
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        wanted = "KNOB=VALUE, the value as in Python, text in quotes, or @module.function"
+        raise ValueError(f"{flag}: got {text!r}, wanted {wanted}") from error
+
+
+def _bound(name: str, knobs: Mapping[str, Any], path: str, flag: str, short: Sequence[str]) -> Callable[..., Any]:
+    """`name` with its knobs; those of its functions are still beside them, as `knob.its_knob`. `path` leads here."""
+    fn = _function(name, short)
+    label = f"{flag} {path.rstrip('.')}" if path else name
+    of_functions = {knob: value for knob, value in knobs.items() if "." in knob}
+    own = {knob: value for knob, value in knobs.items() if "." not in knob}
+    complain(list(bad_names(label, fn, own)))
+    for knob in of_functions:
+        owner = knob.partition(".")[0]
+        if not isinstance(own.get(owner), _At):
+            raise ValueError(f"{flag} {path}{knob}: got a knob of no function, wanted {owner}=@... too")
+    for knob, value in own.items():
+        if isinstance(value, _At):
+            inner = {k.removeprefix(f"{knob}."): v for k, v in of_functions.items() if k.startswith(f"{knob}.")}
+            own[knob] = _bound(value, inner, f"{path}{knob}.", flag, short)
+    parameters = signature(fn)
+    complain([text for knob, value in own.items() for text in type_problem(label, parameters.get(knob), value)])
+    unbound = [knob for knob, p in parameters.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if missing := [knob for knob in unbound if knob not in own]:
+        wanted = f"{flag} {path}{missing[0]}=VALUE"
+        raise ValueError(f"{name}: got no value for {comma_list(missing)}, wanted {wanted}")
+    return partial(fn, **own) if own else fn
+
+
+def _function(name: str, short: Sequence[str]) -> Callable[..., Any]:
+    module, _, function = name.rpartition(".")
+    if not module or not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"got {name!r}, wanted {comma_list(short)} or module.function{suggest_name(name, short)}")
+    search_working_folder()
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and something that it imports is not
+        raise ValueError(f"got {name!r}, wanted a module that can be imported: {error}") from error
+    fn = getattr(imported, function, None)
+    if not callable(fn):
+        there = [other for other, value in vars(imported).items() if callable(value) and not other.startswith("_")]
+        raise ValueError(f"got {name!r}, wanted a function of {module}{suggest_name(function, there)}")
+    return fn

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from grpo_fn.analysis.bandit import Arms, fresh_arms, mean_paid, next_arm, record_pull
-from grpo_fn.config.function_knobs import bind_function, knob_names
+from grpo_fn.config.resolve import bind_function, knob_names
 from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Problem, RewardFn

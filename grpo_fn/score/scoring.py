@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from tqdm import tqdm
 
-from grpo_fn.config.function_knobs import bind_function
+from grpo_fn.config.resolve import bind_function
 from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.json_lines import json_object
 from grpo_fn.core.problem import LIMITS, Completion, Problem, RewardFn, Turn, verdict_name

@@ -20,17 +20,20 @@ from grpo_fn.analysis.evaluation import grader_names, summarise
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Rollout, RunState
+from grpo_fn.shell.atomic_io import write_json
 from grpo_fn.shell.checkpoint.async_saver import Retention
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
+from grpo_fn.shell.checkpoint.store import prune
 from grpo_fn.shell.episodes.tape import recorded_episodes
-from grpo_fn.shell.logging import stopwatch, tensorboard_layout
-from grpo_fn.shell.logging.console import evaluation_line
+from grpo_fn.shell.logging import metrics_writer, stopwatch
+from grpo_fn.shell.logging.console import Console, evaluation_line
+from grpo_fn.shell.logging.metrics_writer import NullLogger
 from grpo_fn.shell.logging.stopwatch import ErrorContext, is_due
+from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
 from grpo_fn.tasks.task import train_problems
 from grpo_fn.trainer import async_eval
-from grpo_fn.trainer.export import export_run
 from grpo_fn.trainer.recording import (
     RunLoggers,
     check_health,
@@ -119,7 +122,7 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
     """Log the plan and measure the policy before training, as step 0; a checkpoint where that is pending."""
     for line in run.plan:
         loggers.console.line(line)
-    tensorboard_layout.write_run_header(loggers.writer, run.run_dir)
+    metrics_writer.write_run_header(loggers.writer, run.run_dir)
     if run.evaluator is not None:
         loggers.writer.scalars(0, loggers.clock.lap())
         loggers.history.append(health.history_line(0, {}))
@@ -376,3 +379,43 @@ def problem_stream(run: TrainingRun, carried: Carry) -> Stream:
         return tuple(run.task.train(key, uid) for uid in uids)
 
     return stream
+
+
+# -- the end of a run
+
+
+def export_run(run: TrainingRun, progress: Progress, console: Console | NullLogger) -> None:
+    """Export the model and write the summary of the run."""
+    weights = {name: x.cpu() for name, x in run.policy.weights(trained=False) if run.world.main}
+    run.world.agree(partial(write_export, run, progress, weights, console), what="exporting the model")
+
+
+def write_export(
+    run: TrainingRun, progress: Progress, weights: dict[str, Tensor], console: Console | NullLogger
+) -> None:
+    """Write model, adapters and summary.json; on the main rank."""
+    # A process killed after its last checkpoint may not have come to it.
+    root, how = run.run_dir / "checkpoints", run.settings.checkpoints
+    prune(root, keep_last=how.keep_last, keep_best=how.keep_best, metric=BEST, scores=progress.scores)
+    model = run.policy.model
+    if run.settings.lora is not None:
+        lora.adapter_folder(weights, run.settings.lora, model.name_or_path, run.run_dir / "adapter")
+        weights = dict(lora.merge_adapters(weights, run.settings.lora))
+    hf.export_model_folder(model, weights, run.tokenizer, run.run_dir / "model")
+    summary = {
+        "accuracy_before": progress.accuracy_before,
+        "accuracy_after": progress.accuracy,
+        "held_out_problems": len(run.held_out),
+        "steps": progress.state.step,
+        "seed": run.settings.seed,
+        "ranks": run.world.size,
+        "wall_seconds": round(progress.seconds, 2),
+    }
+    write_json(run.run_dir / "summary.json", summary)
+    signal = run.run_dir / "signal" / f"step_{progress.state.step}.html"
+    grader = grader_names(run.settings.evaluation.graders)[0]
+    shown = f"; its last step token by token in {signal}" if signal.exists() else ""
+    console.line(
+        f"held-out accuracy by {grader} {progress.accuracy_before:.3f} before, {progress.accuracy:.3f} after "
+        f"{progress.state.step} steps, {progress.seconds:.0f} s; model in {run.run_dir / 'model'}{shown}"
+    )

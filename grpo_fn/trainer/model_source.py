@@ -1,19 +1,21 @@
 """Where the weights are that a name on the command line means: a model folder, a hub name, a run or one checkpoint."""
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grpo_fn.config import freeze, load_config
-from grpo_fn.shell.checkpoint import store as checkpoint
-from grpo_fn.shell.checkpoint import tensor_shards
-from grpo_fn.shell.checkpoint.manifest import MANIFEST, Broken, verify
+from grpo_fn.shell.atomic_io import check_space
+from grpo_fn.shell.checkpoint import store, tensor_shards
 from grpo_fn.shell.checkpoint.run_dir import MARKER
+from grpo_fn.shell.checkpoint.store import MANIFEST, Broken, verify
 from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.model.load_weights import is_adapter
 from grpo_fn.trainer.sections import model_source
@@ -64,7 +66,7 @@ def newest_verified(run: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest checkpoint of a run that verifies; None when `model/` is as new. Raises ValueError without either."""
     root, exported, summary = run / "checkpoints", (run / "model").is_dir(), run / "summary.json"
     done = json.loads(summary.read_bytes())["steps"] if exported and summary.exists() else -1
-    for step in reversed(checkpoint.steps(root)):
+    for step in reversed(store.steps(root)):
         if step <= done:
             return None
         try:
@@ -87,7 +89,7 @@ def verified_checkpoint(path: Path) -> Path:
 
 def adapters(saved: Path) -> lora.LoRA | None:
     """How the adapters that the checkpoint holds were made; None when it holds all weights."""
-    how = checkpoint.meta(saved).get("lora")
+    how = store.meta(saved).get("lora")
     return None if how is None else lora.LoRA(**how)
 
 
@@ -128,7 +130,7 @@ def copy_checkpoint_weights(model: nn.Module, saved: Path) -> None:
     if how is None:
         tensor_shards.load_into_tensors(saved, {f"{WEIGHTS}{name}": weight for name, weight in own.items()})
         return
-    for name, weight in lora.merge_adapters(with_adapters(own, checkpoint.read_tensors(saved, WEIGHTS)), how):
+    for name, weight in lora.merge_adapters(with_adapters(own, store.read_tensors(saved, WEIGHTS)), how):
         if weight is not own[name]:
             own[name].copy_(weight)
 
@@ -157,3 +159,47 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     first: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
+
+
+# -- as an ordinary model folder
+
+
+def find_run_checkpoint(name: str) -> LocatedModel:
+    """The checkpoint, or the newest whole one of a run. Raises ValueError where there is none."""
+    warn, run = partial(print, file=sys.stderr), run_of(name)
+    if run is None:
+        raise ValueError(f"got {name}, wanted a run folder or a checkpoint in one")
+    if Path(name).absolute() != run:
+        return locate(name, warn=warn)
+    root = run / "checkpoints"
+    for step in reversed(store.steps(root)):
+        try:
+            return locate(str(root / f"step_{step}"), warn=warn)
+        except ValueError as error:
+            warn(f"skipped: {error}")
+    raise ValueError(f"got run folder {run} without a whole checkpoint, wanted one that has saved")
+
+
+def export_whole(found: LocatedModel, out: Path) -> None:
+    """Write the whole model, adapters merged."""
+    config, folder = found.source.config(), found.source.folder()
+    check_fits(found.checkpoint, config)
+    model = hf.empty_model(config)
+    model.generation_config = hf.generation_config(folder, config)
+    weights: Mapping[str, Tensor] = store.read_tensors(found.checkpoint, WEIGHTS)
+    if (how := adapters(found.checkpoint)) is not None:
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").requires_grad_(False)  # dtype of its files
+        weights = dict(lora.merge_adapters(with_adapters(weights_of(base), weights), how))
+    check_space(out, sum(x.nbytes for x in weights.values()) + 2**20)
+    hf.export_model_folder(model, weights, hf.load_tokenizer(folder), out)
+
+
+def export_adapter(found: LocatedModel, out: Path) -> None:
+    """Write the adapters alone. Raises ValueError where there are none."""
+    if (how := adapters(found.checkpoint)) is None:
+        raise ValueError(f"got --adapter for {found.path}, wanted a checkpoint of a run with LoRA")
+    check_fits(found.checkpoint, found.source.config())
+    tensors = store.read_tensors(found.checkpoint, WEIGHTS)
+    building = out.with_name(f".{out.name}-new")
+    lora.adapter_folder(tensors, how, found.source.folder(), building)
+    building.rename(out)

@@ -30,9 +30,8 @@ from grpo_fn.core.types import Carry, Gains, Scores
 from grpo_fn.shell.atomic_io import flush_file, to_json, write_bytes
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
-from grpo_fn.shell.logging.metrics_writer import MetricsWriter, MirrorWriter, NullLogger, rewind
+from grpo_fn.shell.logging.metrics_writer import AsyncWriter, MetricsWriter, MirrorWriter, NullLogger, rewind
 from grpo_fn.shell.logging.stopwatch import Profiler, Stopwatch, is_due
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import choose_kernel
@@ -42,7 +41,7 @@ from grpo_fn.shell.policy.fsdp import StepChecksums
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import World
 from grpo_fn.trainer.background import Background
-from grpo_fn.trainer.checks.algorithm import check_parts
+from grpo_fn.trainer.checks.validate import check_parts
 from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
 
 Row = dict[str, str]

@@ -8,7 +8,7 @@ from jaxtyping import Float, TypeCheckError
 from shape_checks import names_an_array
 from torch import Tensor
 
-from grpo_fn.config.nodes import comma_list
+from grpo_fn.config.resolve import comma_list
 from grpo_fn.core import masked
 
 Row = Float[Tensor, "t"]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from grpo_fn.config import parse_gin
-from grpo_fn.config.nodes import functions
+from grpo_fn.config.resolve import functions
 
 ROOT = Path(__file__).resolve().parents[2]
 CATALOGUE = ROOT / "docs" / "algorithms" / "catalogue.md"

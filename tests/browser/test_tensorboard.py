@@ -6,7 +6,7 @@ import pytest
 from browser.chrome import Chrome
 from browser.tensorboard_page import headings, lines, opened, served
 
-from grpo_fn.shell.logging import tensorboard_layout
+from grpo_fn.shell.logging import metrics_writer
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 
 FIGURES = {
@@ -32,7 +32,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (run_dir / "config.gin").write_text(TEXT)
     (run_dir / "run.json").write_text('{"hparams": {"train.train.steps": 4, "optimizer.adamw.lr": 1e-05}}')
     with MetricsWriter(run_dir, start_step=0) as writer:
-        tensorboard_layout.write_run_header(writer, run_dir)
+        metrics_writer.write_run_header(writer, run_dir)
         for step in range(5):
             writer.scalars(step, {name: value + step / 100 for name, value in FIGURES.items()})
     with served(run_dir.parent) as where:

@@ -20,8 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn import run
-from grpo_fn.config import Config, load_config, parse
-from grpo_fn.config.dump import is_relative_path
+from grpo_fn.config import Config, is_relative_path, load_config, parse
 
 HEADER = "from __gin__ import dynamic_registration\nimport fixture_module as fm\n"
 RUN = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_fn.config import freeze, load_config, parse_gin
-from grpo_fn.config.nodes import Node
+from grpo_fn.config.resolve import Node
 
 PROJECT = Path(__file__).resolve().parents[2]
 FILES = sorted([*(PROJECT / "gin").rglob("*.gin"), *(PROJECT / "experiments").rglob("*.gin")])

@@ -15,9 +15,8 @@ from grpo_fn.algo import advantage, aggregation, kl, losses, masking, objective,
 from grpo_fn.algo import masking as filters
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.config import load_config, parse_gin
-from grpo_fn.config.nodes import Bindings, Node
 from grpo_fn.config.parse import GIN_FOLDER
-from grpo_fn.config.resolve import canonical_text, fill_macros, resolve
+from grpo_fn.config.resolve import Bindings, Node, canonical_text, fill_macros, resolve
 from grpo_fn.run import main
 
 PROJECT = Path(__file__).resolve().parents[2]

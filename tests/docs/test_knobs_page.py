@@ -14,8 +14,7 @@ import pytest
 from grpo_fn import train
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.config import load_config, parse_gin
-from grpo_fn.config.nodes import Node, functions, used_macros
-from grpo_fn.config.resolve import bad_names
+from grpo_fn.config.resolve import Node, bad_names, functions, used_macros
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration" / "knobs.md"

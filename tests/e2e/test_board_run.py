@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
 
-from grpo_fn.shell.logging.tensorboard_layout import LAYOUT, MEASURES, read_hparams
+from grpo_fn.shell.logging.metrics_writer import LAYOUT, MEASURES, read_hparams
 
 # Charts of what this run does not measure: no reference, no compiler, no dynamic sampling, problems of one kind.
 ELSEWHERE = {

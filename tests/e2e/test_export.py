@@ -19,8 +19,7 @@ from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.world import World
-from grpo_fn.trainer.export import find_run_checkpoint
-from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, locate, weights_of
+from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, find_run_checkpoint, locate, weights_of
 
 LORA = ("--gin_file", "scale/lora.gin")
 PROMPT = "12 + 7 = "

@@ -414,7 +414,7 @@ def test_every_knob_that_its_table_names_is_one_of_the_recipe(name: str) -> None
 def knob_names(bindings: Any) -> set[str]:
     """`module.function.knob` of everything that is bound."""
     dumped = partial(re.findall, r"^(?:\w+/)?([\w.]+) =", flags=re.MULTILINE)
-    from grpo_fn.config.dump import dump
+    from grpo_fn.config import dump
 
     return {name.split("/")[-1] for name in dumped(dump(bindings))}
 

@@ -19,7 +19,7 @@ from e2e.running import TESTS, AtPhase, board, command, finish, metrics
 from published import published
 
 from grpo_fn.config import freeze, load_config
-from grpo_fn.config.nodes import Node
+from grpo_fn.config.resolve import Node
 from grpo_fn.core.problem import Problem
 from grpo_fn.eval import __main__ as evaluation
 from grpo_fn.shell.logging import rollout_store

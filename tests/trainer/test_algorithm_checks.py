@@ -29,7 +29,7 @@ from grpo_fn.algo.step import Algorithm, from_sampler, from_trainer
 from grpo_fn.config import load_config
 from grpo_fn.tasks import arithmetic
 from grpo_fn.trainer import teachers
-from grpo_fn.trainer.checks.algorithm import check_algorithm, check_parts
+from grpo_fn.trainer.checks.validate import check_algorithm, check_parts
 from grpo_fn.trainer.sections import Demonstrations, Settings, Teacher
 
 EPISODES = Path(__file__).resolve().parents[1] / "e2e" / "episodes.gin"

@@ -18,7 +18,7 @@ from grpo_fn.analysis import health
 from grpo_fn.core.types import Carry, Gains, RunState
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
-from grpo_fn.shell.checkpoint.manifest import seal
+from grpo_fn.shell.checkpoint.store import seal
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 from grpo_fn.shell.world import alone
 from grpo_fn.trainer import async_eval

@@ -11,7 +11,7 @@ from typing import Any
 from sweep_spec import Trial, run_flags
 
 from grpo_fn.config import Config, freeze, load_config, value_fingerprint
-from grpo_fn.config.nodes import Node, full_name
+from grpo_fn.config.resolve import Node, full_name
 
 # Knobs of train.train, and of its sections, that have to be alike: with another value the arms share no problems, no
 # order, no random numbers, or are measured otherwise. The seed is bound to each run.
@@ -196,8 +196,7 @@ def start_of(out: Path, asked: Pairing, seed: str) -> str | None:
 def given_start(out: Path, name: str) -> str:
     """The model folder or hub name itself; of a run or a checkpoint its weights, exported once."""
     from grpo_fn.shell.model.hf import Pretrained
-    from grpo_fn.trainer.export import export_whole, find_run_checkpoint
-    from grpo_fn.trainer.model_source import run_of
+    from grpo_fn.trainer.model_source import export_whole, find_run_checkpoint, run_of
 
     if run_of(name) is None:
         folder = Pretrained(name).folder()

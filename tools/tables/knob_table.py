@@ -21,10 +21,8 @@ from typing import Any
 import function_table
 from page_tables import PLACE
 
-from grpo_fn.config import parse_gin
-from grpo_fn.config.dump import expand_macros, gin_literal
-from grpo_fn.config.nodes import Reference, functions, nested_references
-from grpo_fn.config.resolve import gin_name, knobs_of, signature
+from grpo_fn.config import expand_macros, gin_literal, parse_gin
+from grpo_fn.config.resolve import Reference, functions, gin_name, knobs_of, nested_references, signature
 
 ROOT = Path(__file__).resolve().parents[2]
 GIN = ROOT / "gin"

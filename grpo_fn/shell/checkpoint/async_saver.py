@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from grpo_fn.shell.atomic_io import NoSpace, check_space, finite_or_none, is_full, no_space
 from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.checkpoint import store, tensor_shards
-from grpo_fn.shell.checkpoint.manifest import Entry, entry, pack_blobs, seal
+from grpo_fn.shell.checkpoint.store import Entry, entry, pack_blobs, seal
 from grpo_fn.shell.world import GRACE, Elsewhere, LostRank, World
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from grpo_fn.core.display_text import escape_control
-from grpo_fn.shell.logging.tensorboard_layout import OF_REWARD
+from grpo_fn.shell.logging.metrics_writer import OF_REWARD
 
 RECENT = 10  # steps whose time says how long the others take
 LINE = 110  # characters of a step's line

@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fn.shell.atomic_io import write_bytes
-from grpo_fn.shell.logging.metrics_writer import MirrorWriter, Rows
-from grpo_fn.shell.logging.tensorboard_layout import read_hparams
+from grpo_fn.shell.logging.metrics_writer import MirrorWriter, Rows, read_hparams
 
 Mirror = Callable[[Path], AbstractContextManager[MirrorWriter]]
 

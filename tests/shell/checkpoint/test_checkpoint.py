@@ -24,8 +24,7 @@ from torch import nn
 
 from grpo_fn.shell import atomic_io
 from grpo_fn.shell.background_worker import BackgroundWorker
-from grpo_fn.shell.checkpoint import async_saver, manifest, store, tensor_shards
-from grpo_fn.shell.checkpoint import manifest as small
+from grpo_fn.shell.checkpoint import async_saver, store, tensor_shards
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver, Retention
 from grpo_fn.shell.checkpoint.store import latest_verified, prune, steps
 from grpo_fn.shell.world import alone
@@ -109,7 +108,7 @@ def save(root: Path, step: int, **what: Any) -> Path:
 
 def load(path: Path) -> Contents:
     """All of a checkpoint that verifies."""
-    manifest.verify(path)
+    store.verify(path)
     return Contents(store.read_tensors(path, ""), store.blobs(path), store.meta(path))
 
 
@@ -409,7 +408,7 @@ def test_a_checkpoint_under_another_steps_name_is_broken(root):
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_kept(root, monkeypatch):
-    monkeypatch.setattr(manifest, "FORMAT", 3)
+    monkeypatch.setattr(store, "FORMAT", 3)
     path = save(root, 1, **state(1.0))
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"got .* format 3, wanted 2"):
@@ -430,7 +429,7 @@ def test_a_permission_error_is_no_proof_of_damage(root, monkeypatch):
     def denied(path: Path) -> str:
         raise PermissionError(errno.EACCES, "denied", str(path))
 
-    monkeypatch.setattr(manifest, "_sha256", denied)
+    monkeypatch.setattr(store, "_sha256", denied)
     with pytest.raises(PermissionError):
         latest_verified(root, warn=refuse)
     assert path.exists()
@@ -441,7 +440,7 @@ def test_a_permission_error_is_no_proof_of_damage(root, monkeypatch):
 
 def on_each_line(action: Callable[[], object], tick: Callable[[], None]) -> None:
     """Run the action and call `tick` before every line of our own code."""
-    ours = {module.__file__ for module in (store, atomic_io, manifest, async_saver, tensor_shards, small)}
+    ours = {module.__file__ for module in (store, atomic_io, async_saver, tensor_shards)}
 
     def trace(frame, event, arg):
         if frame.f_code.co_filename not in ours:

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from grpo_fn.shell.logging import async_writer
-from grpo_fn.shell.logging.async_writer import AsyncWriter
-from grpo_fn.shell.logging.metrics_writer import MetricsWriter, MirrorWriter, NullLogger
+from grpo_fn.shell.logging import metrics_writer
+from grpo_fn.shell.logging.metrics_writer import AsyncWriter, MetricsWriter, MirrorWriter, NullLogger
 from grpo_fn.shell.world import alone
 from grpo_fn.trainer import recording
 
@@ -94,7 +93,7 @@ def test_after_what_could_not_be_written_nothing_is_and_the_next_step_raises_it(
             end()
         assert caught.value.__notes__ == ["while writing the rollout of step 1"]
         assert writer.failed
-        for step in range(2, 2 + 2 * async_writer.MAX_PENDING):  # it does not wait
+        for step in range(2, 2 + 2 * metrics_writer.MAX_PENDING):  # it does not wait
             writer.scalars(step, {})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
@@ -124,7 +123,7 @@ def test_the_training_waits_when_too_much_is_waiting(tmp_path: Path) -> None:
     gate, asked = threading.Event(), []
 
     def ask(writer: AsyncWriter) -> None:
-        for i in range(async_writer.MAX_PENDING + 1):
+        for i in range(metrics_writer.MAX_PENDING + 1):
             writer.do(f"work {i}", partial(gate.wait, SOON))
             asked.append(i)
 
@@ -132,10 +131,10 @@ def test_the_training_waits_when_too_much_is_waiting(tmp_path: Path) -> None:
         thread = threading.Thread(target=ask, args=(writer,))
         thread.start()
         thread.join(0.2)
-        assert len(asked) == async_writer.MAX_PENDING
+        assert len(asked) == metrics_writer.MAX_PENDING
         gate.set()
         thread.join(SOON)
-        assert len(asked) == async_writer.MAX_PENDING + 1
+        assert len(asked) == metrics_writer.MAX_PENDING + 1
 
 
 def test_a_disk_that_hangs_is_waited_for_until_the_deadline(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
 
-from grpo_fn.shell.logging import tensorboard_layout
+from grpo_fn.shell.logging import metrics_writer
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 
 HPARAMS = {"train.train.steps": 7, "optimizer.adamw.lr": 1e-5, "some.f.yes": "True", "some.f.text": 'a %STEPS = "b"'}
@@ -23,7 +23,7 @@ def begun(run_dir: Path) -> EventAccumulator:
     (run_dir / "config.gin").write_text("train.train.steps = 7\n")
     (run_dir / "run.json").write_text(json.dumps({"hparams": HPARAMS}))
     with MetricsWriter(run_dir, start_step=0) as writer:
-        tensorboard_layout.write_run_header(writer, run_dir)
+        metrics_writer.write_run_header(writer, run_dir)
         writer.finish()
     return seen(run_dir)
 
@@ -33,9 +33,9 @@ def test_the_layout_is_read_back_as_it_was_written_health_first(tmp_path: Path) 
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     assert [category.title for category in layout.category] == ["Health", "Learning", "Generation", "Time"]
     for category in layout.category:
-        assert [chart.title for chart in category.chart] == list(tensorboard_layout.LAYOUT[category.title])
+        assert [chart.title for chart in category.chart] == list(metrics_writer.LAYOUT[category.title])
         for chart in category.chart:
-            kind, tags = tensorboard_layout.LAYOUT[category.title][chart.title]
+            kind, tags = metrics_writer.LAYOUT[category.title][chart.title]
             if kind == "Margin":
                 (one,) = chart.margin.series
                 assert [one.value, one.lower, one.upper] == tags
@@ -69,7 +69,7 @@ def test_a_run_that_starts_over_has_one_layout(tmp_path: Path, monkeypatch: pyte
 def test_a_tag_is_drawn_where_it_belongs_and_nowhere_else(tag: str, titles: list[str]) -> None:
     drawn = [
         title
-        for charts in tensorboard_layout.LAYOUT.values()
+        for charts in metrics_writer.LAYOUT.values()
         for title, (kind, tags) in charts.items()
         if kind == "Multiline" and any(re.match(pattern, tag) for pattern in tags)  # as the plugin looks for them
     ]
@@ -78,7 +78,7 @@ def test_a_tag_is_drawn_where_it_belongs_and_nowhere_else(tag: str, titles: list
 
 def test_a_run_from_before_has_no_table_of_knobs(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"fingerprint": "f"}')
-    assert tensorboard_layout.read_hparams(tmp_path) == {}
+    assert metrics_writer.read_hparams(tmp_path) == {}
 
 
 def test_the_tab_hparams_has_the_knobs_the_measures_and_the_end(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_tab_hparams_has_the_knobs_the_measures_and_the_end(tmp_path: Path) 
     assert started.hparams["train.train.steps"].number_value == 7
     assert started.hparams["some.f.yes"].string_value == "True"
     experiment = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
-    assert [info.name.tag for info in experiment.metric_infos] == tensorboard_layout.MEASURES
+    assert [info.name.tag for info in experiment.metric_infos] == metrics_writer.MEASURES
     assert {info.name for info in experiment.hparam_infos} == HPARAMS.keys()
     ended = metadata.parse_session_end_info_plugin_data(content[metadata.SESSION_END_INFO_TAG])
     assert ended.status == 1  # STATUS_SUCCESS

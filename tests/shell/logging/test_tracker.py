@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fn.shell.logging import tensorboard_layout, tracker
+from grpo_fn.shell.logging import metrics_writer, tracker
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 
 BLOCK, HEAD, OPENING = 32768, 7, 7  # of the record files: bytes of a block, before each record, before the first
@@ -93,7 +93,7 @@ def mirrored(mirror: tracker.Mirror, run_dir: Path, start: int, stop: int) -> No
         writer.table(start, "health", [])  # of no rows there is no table
         writer.histogram(start, "generation/length", torch.tensor([3, 4, 4]))
         if start == 0:
-            tensorboard_layout.write_run_header(writer, run_dir)
+            metrics_writer.write_run_header(writer, run_dir)
         for step in range(start, stop):
             writer.scalars(step, {"loss/kl": step / 4, "eval/accuracy": 0.5})
 

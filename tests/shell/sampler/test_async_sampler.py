@@ -28,7 +28,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Groups, Reward, Rollout
-from grpo_fn.shell.checkpoint import manifest
+from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.sampler import async_sampler
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler, check_staleness
 from grpo_fn.shell.sampler.interface import DataParallelSampler
@@ -226,7 +226,7 @@ START = State(0, 0, [])
 
 def kept(drained: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As a checkpoint gives it back."""
-    return torch.load(io.BytesIO(manifest.pack_blobs({"ahead": drained})["ahead.pt"]), weights_only=True)
+    return torch.load(io.BytesIO(store.pack_blobs({"ahead": drained})["ahead.pt"]), weights_only=True)
 
 
 def same_rollout(got: Rollout, right: Rollout) -> None:
