@@ -30,7 +30,7 @@ from grpo_fn.shell.reward_workers.early_rewards import EarlyRewards, parts_of
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.interface import (
     DataParallelSampler,
-    OnCompletion,
+    OnCompletions,
     SamplerContext,
     SamplerOptions,
     TokenSampler,
@@ -99,7 +99,7 @@ def build(
     policy = build_policy(s, loaded, world, reference=checked.reference)
     early = EarlyRewards(pool := s.rewards.pool(), parts_of(s.rewards.reward))
     draw = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
-    options = sampler_options(tokenizer, draw, s.sampling, s.data, environments, early.on_completion)
+    options = sampler_options(tokenizer, draw, s.sampling, s.data, environments, early.on_completions)
     start = partial(s.sampling.sampler, sampler_context(spec, world, loaded.decoding), options)
     report(sampler_line(s, checked.config, world.device))
     sampler = world.together(start, what="starting the sampler")
@@ -267,7 +267,7 @@ def sampler_options(
     sampling: Sampling,
     data: Data,
     environments: Environments | None,
-    on_completion: OnCompletion | None = None,
+    on_completions: OnCompletions | None = None,
 ) -> SamplerOptions:
     """What the sections ask of a sampler."""
     return SamplerOptions(
@@ -279,7 +279,7 @@ def sampler_options(
         max_rows=sampling.max_rows,
         stop=sampling.stop,
         allow_biased=sampling.allow_biased,
-        on_completion=on_completion,
+        on_completions=on_completions,
         environments=environments,
     )
 

@@ -5,9 +5,9 @@ import json
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from e2e.faults import job
@@ -15,6 +15,7 @@ from e2e.running import TESTS, AtPhase, command, finish, metrics, outcome
 from e2e.test_ahead_run import AHEAD, IMPORTS
 from e2e.test_ranks import same_run
 
+from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.replay.__main__ import main as replay
 from grpo_fn.shell.reward_workers.early_rewards import EarlyRewards
 
@@ -168,19 +169,19 @@ def test_a_batch_of_episodes_that_is_sampled_ahead_goes_through_a_checkpoint(cac
 
 def notes_early_rows(note: Path) -> None:
     """Doom that harms nothing: a dot in the file for each row that is begun before its step asks for rewards."""
-    begin = EarlyRewards.on_completion
+    begin = EarlyRewards.on_completions
 
-    def watched(early: EarlyRewards, *row: Any) -> None:
+    def watched(early: EarlyRewards, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
         with note.open("a") as file:
-            file.write(".")
-        begin(early, *row)
+            file.write("." * len(problems))
+        begin(early, problems, completions)
 
-    EarlyRewards.on_completion = watched
+    EarlyRewards.on_completions = watched
 
 
 def without_early_rewards() -> None:
     """Doom that harms nothing: no row is scored before its step asks for rewards."""
-    EarlyRewards.on_completion = lambda early, problem, completion: None
+    EarlyRewards.on_completions = lambda early, problems, completions: None
 
 
 @pytest.mark.slow

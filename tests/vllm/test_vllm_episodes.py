@@ -1,7 +1,7 @@
 """Episodes of several turns from the real engine in this process: token ids in and out, and no waiting for tools."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -17,6 +17,7 @@ from fakes import tokenizer
 
 from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
+from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.vllm.vllm_sampler import VllmSampler
 
@@ -109,13 +110,13 @@ def test_the_engine_decodes_while_an_environment_works(plain: Case, monkeypatch:
         steps["slow one works" if late.held else "no slow one"] += 1
         return real()
 
-    def ended(problem: Any, completion: Any) -> None:
-        over.append(problem.uid)
+    def ended(of: Sequence[Problem], _: Sequence[Completion]) -> None:
+        over.extend(problem.uid for problem in of)
         if len(over) == 3:
             late.release()
 
     monkeypatch.setattr(engine, "step", partial(step, engine.step))
-    sampler = replace(with_turns(plain, late, answer_steps=None), on_completion=ended)
+    sampler = replace(with_turns(plain, late, answer_steps=None), on_completions=ended)
     assert not sampler.repeatable
     rollout = sampler.sample(asked, 1, key=KEY)
     assert over[-1] == 100

@@ -1,6 +1,6 @@
 """Rewards of rows that have ended while others are still being decoded.
 
-A sampler calls `on_completion` with every completion as soon as there is no more of it, which begins to score it. The
+A sampler calls `on_completions` with completions as soon as they have ended, which begins to score them. The
 step collects the futures. The rewards are those that it would get without: a reward is a pure function of problem and
 completion, and what a row was lost to counts when it is collected.
 """
@@ -30,7 +30,7 @@ def row_key(problem: Problem, completion: Completion) -> tuple[int, Hashable]:
 
 
 class EarlyRewards:
-    """The rewards of a training. `on_completion` is for samplers, in any thread; `reward_of` for the step."""
+    """The rewards of a training. `on_completions` is for samplers, in any thread; `reward_of` for the step."""
 
     def __init__(self, pool: RewardPool, fns: Sequence[RewardFn]) -> None:
         self.pool = pool
@@ -38,13 +38,15 @@ class EarlyRewards:
         self._lock = Lock()
         self._begun: dict[bytes, dict[tuple[int, Hashable], BegunCall]] = {payload: {} for payload in self._fns}
 
-    def on_completion(self, problem: Problem, completion: Completion) -> None:
-        """Begin to score a completion that has ended; returns at once."""
-        row = row_key(problem, completion)
+    def on_completions(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        """Begin to score completions that have ended; returns at once."""
+        rows = {row_key(*row): row for row in zip(problems, completions, strict=True)}
         with self._lock:
             for payload, begun in self._begun.items():
-                if row not in begun and self.pool.is_open:
-                    (begun[row],) = self.pool.submit(self._fns[payload], [problem], [completion])
+                new = [key for key in rows if key not in begun]
+                if new and self.pool.is_open:
+                    calls = self.pool.submit(self._fns[payload], *zip(*(rows[key] for key in new), strict=True))
+                    begun.update(zip(new, calls, strict=True))
 
     def reward_of(
         self, problems: Sequence[Problem], rollout: Rollout, *, reward: Callable[..., Reward], world: World

@@ -21,7 +21,7 @@ from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.sampler.fingerprint import Fingerprint
 from grpo_fn.shell.world import World
 
-OnCompletion = Callable[[Problem, Completion], None]
+OnCompletions = Callable[[Sequence[Problem], Sequence[Completion]], None]
 # (logits [B V], u [B]) -> (token [B], logp [B]): sampling.categorical, sampling.greedy, ...
 TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -50,8 +50,9 @@ class SamplerOptions:
     max_rows: int  # decoded at once
     max_total_tokens: int | None = None  # of a prompt and its completion together; None: no such limit
     allow_biased: bool = False  # whether draws may come from another distribution than the trainer's
-    # Called with every completion, the one that its rollout will have, as soon as it has ended, in whatever thread.
-    on_completion: OnCompletion | None = None
+    # Called with completions, those that their rollout will have, as soon as they have ended, in whatever thread: rows
+    # that the sampler learns of together come in one call, as one message to the workers is cheaper than many.
+    on_completions: OnCompletions | None = None
     environments: Environments | None = None  # of rows that are episodes
 
     def __post_init__(self) -> None:

@@ -79,7 +79,7 @@ class Probe:
         """The gap's mean and maximum; raises Mismatch as the call does."""
         limit, knob = (self.max_gap_float32, "_float32") if dtype == torch.float32 else (self.max_gap, "")
         few = min(NEW_TOKENS, spread.sampler.max_new_tokens)
-        short = replace(spread.sampler, max_new_tokens=few, max_total_tokens=None, on_completion=None)
+        short = replace(spread.sampler, max_new_tokens=few, max_total_tokens=None, on_completions=None)
         prompt = probe_prompt(short, None if max_positions is None else max_positions - few)
         problems = [Problem(uid, prompt, "", {}) for uid in range(spread.engines)]
         rollout = DataParallelSampler(short, spread.world).sample(problems, 1, key=key)
@@ -108,7 +108,7 @@ def probe_prompt(sampler: SamplerOptions, max_positions: int | None) -> str:
 def compare_draws(spread: DataParallelSampler, policy: Policy, *, key: Tensor) -> dict[str, float]:
     """The p-value of the least likely engine; raises Mismatch where that is less than MIN_P_VALUE."""
     engines, sampler = spread.engines, spread.sampler
-    short = replace(sampler, max_new_tokens=1, max_total_tokens=None, on_completion=None)
+    short = replace(sampler, max_new_tokens=1, max_total_tokens=None, on_completions=None)
     # An engine has neighbouring problems; numbers that the first comparison does not use.
     problems = [Problem(engines + i, OPEN[i % len(OPEN)], "", {}) for i in range(engines * len(OPEN))]
     rollout = DataParallelSampler(short, spread.world).sample(problems, DRAWS, key=key)

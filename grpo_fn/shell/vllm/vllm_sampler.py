@@ -363,9 +363,9 @@ class VllmSampler(SamplerOptions):
 
     def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "VllmSampler":
         """The same engine, drawing with `token_sampler`; `check` is called with every completion that ends."""
-        on_completion = None if check is never_stop else lambda *_: check()
+        on_completions = None if check is never_stop else lambda *_: check()
         environments = self.environments and self.environments.without_tape()
-        return replace(self, token_sampler=token_sampler, on_completion=on_completion, environments=environments)
+        return replace(self, token_sampler=token_sampler, on_completions=on_completions, environments=environments)
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""
@@ -381,7 +381,7 @@ class VllmSampler(SamplerOptions):
         )
         seeds = row_seeds(key, [problem.uid for problem in problems], group_size)
         asks = [GenerationRequest(tuple(ids), *of_each) for ids, *of_each in zip(prompts, seeds, limits, strict=True)]
-        on_answer = ignore_completion if self.on_completion is None else partial(self._on_answer, problems, group_size)
+        on_answer = ignore_completion if self.on_completions is None else partial(self._on_answer, problems, group_size)
         answers = [
             answer for group in self.engine.generate(asks, how=self._how(), on_answer=on_answer) for answer in group
         ]
@@ -400,8 +400,8 @@ class VllmSampler(SamplerOptions):
         rows = self.begin_episodes(problems, group_size, key, context)
 
         def ended(b: int) -> None:
-            if self.on_completion is not None and b in self._own(len(rows.rows)):
-                self.on_completion(problems[b // group_size], rows.completion(b))
+            if self.on_completions is not None and b in self._own(len(rows.rows)):
+                self.on_completions([problems[b // group_size]], [rows.completion(b)])
 
         how = {**self._how(), "stop_token_ids": [*self.ends, self.environments.chat.end]}
         episodes = EngineEpisodes(self.engine, rows, sample_keys(key, problems, group_size), how=how, ended=ended)
@@ -419,7 +419,8 @@ class VllmSampler(SamplerOptions):
     ) -> None:
         """Report a row, on the one of the engine's ranks that has it among the rows that it will score."""
         if p * group_size + g in self._own(len(problems) * group_size):
-            self.on_completion(problems[p], completion_of_row(self.tokenizer, answer.tokens, stopped=answer.stopped))
+            completion = completion_of_row(self.tokenizer, answer.tokens, stopped=answer.stopped)
+            self.on_completions([problems[p]], [completion])
 
     def _how(self) -> dict[str, Any]:
         """Fields of SamplingParams. The ends are ours alone; a stop string is part of the completion, as any end is."""

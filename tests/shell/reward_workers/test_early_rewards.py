@@ -92,8 +92,10 @@ def test_rewards_and_counts_are_the_same_whatever_is_reported_when(patient, data
     for i, asked in enumerate(of_step):
         until = data.draw(st.integers(i, steps - 1))  # batches are sampled ahead
         for batch in of_step[max(reported + 1, i) : until + 1]:
-            for row in data.draw(st.permutations(batch))[: data.draw(st.integers(0, len(batch)))]:
-                early.on_completion(*row)
+            ended = data.draw(st.permutations(batch))[: data.draw(st.integers(0, len(batch)))]
+            first = data.draw(st.integers(0, len(ended)))
+            for look in (ended[:first], ended[first:]):
+                early.on_completions(*columns(look))
         reported = max(reported, until)
         counts = [dict(patient.counts)]
         found = step(early, fns, asked)
@@ -108,9 +110,8 @@ def test_rewards_and_counts_are_the_same_whatever_is_reported_when(patient, data
 def test_a_row_that_was_begun_is_not_scored_again() -> None:
     with pool_of(stop_on_error=True, workers=1) as pool:
         early, asked = EarlyRewards(pool, [calls_so_far]), rows([0, 1], "ab")
-        for row in asked[:3]:
-            early.on_completion(*row)
-            early.on_completion(*row)
+        for known in (asked[:2], asked[:3], asked[1:2]):
+            early.on_completions(*columns(known))
         assert step(early, [calls_so_far], asked) == [[1.0, 2.0, 3.0, 4.0]]
 
 
@@ -124,8 +125,7 @@ def begun(early: EarlyRewards) -> None:
 
 def test_an_exception_is_raised_when_its_row_is_asked_for_and_never_for_others(pool: RewardPool) -> None:
     early = EarlyRewards(pool, [raises])
-    for row in [*rows([1], ["good"]), *rows([1, 2, 3], ["bad"]), *rows([2], ["good"])]:
-        early.on_completion(*row)
+    early.on_completions(*columns([*rows([1], ["good"]), *rows([1, 2, 3], ["bad"]), *rows([2], ["good"])]))
     begun(early)
     assert step(early, [raises], rows([1], ["good"])) == [[1.0]]
     with pytest.raises(RewardError, match="raises raised on problem 2") as early_one:
@@ -138,8 +138,7 @@ def test_an_exception_is_raised_when_its_row_is_asked_for_and_never_for_others(p
 
 def test_a_reward_that_cannot_be_loaded_is_an_error_of_its_step(pool: RewardPool) -> None:
     early, asked = EarlyRewards(pool, [Unloadable()]), rows([1], "ab")
-    for row in asked:
-        early.on_completion(*row)
+    early.on_completions(*columns(asked))
     begun(early)
     with pytest.raises(RewardError, match="could not be loaded"):
         step(early, [Unloadable()], asked)
@@ -180,7 +179,7 @@ def test_the_time_of_decoding_is_not_waited_for_again(pool: RewardPool) -> None:
     early, asked = EarlyRewards(pool, [slow]), rows(range(1, 37), "x")
     for row in asked:
         time.sleep(1.0 / len(asked))
-        early.on_completion(*row)
+        early.on_completions(*columns([row]))
     start = time.monotonic()
     assert step(early, [slow], asked) == [[1.0] * len(asked)]
     assert time.monotonic() - start < 0.6 * plain
@@ -189,16 +188,16 @@ def test_the_time_of_decoding_is_not_waited_for_again(pool: RewardPool) -> None:
 def test_the_end_does_not_wait_for_rows_that_are_not_wanted() -> None:
     with pool_of(stop_on_error=True) as pool:
         early = EarlyRewards(pool, [obeys])
-        early.on_completion(*rows([1], ["sleep"])[0])
+        early.on_completions(*columns(rows([1], ["sleep"])))
         start = time.monotonic()
         with pytest.raises(ScoringInterrupted):
             pool.score(obeys, *columns(rows([0], ["sleep"])), should_stop=lambda: time.monotonic() > start + 0.1)
         early._forget(1)
         assert pool.score(obeys, *columns(rows([0], ["fine", "fine too"]))) == [1.0, 1.0]
-        early.on_completion(*rows([2], ["sleep"])[0])
+        early.on_completions(*columns(rows([2], ["sleep"])))
     assert time.monotonic() - start < 20.0
     assert [call.future.cancelled() for call in early._begun.popitem()[1].values()] == [True]
-    early.on_completion(*rows([3], ["fine"])[0])  # its answer is no longer expected
+    early.on_completions(*columns(rows([3], ["fine"])))  # its answer is no longer expected
 
 
 # -- what is not reported
@@ -206,7 +205,7 @@ def test_the_end_does_not_wait_for_rows_that_are_not_wanted() -> None:
 
 def test_rows_of_the_probe_are_not_reported() -> None:
     module, reported = model(), []
-    drawing = replace(sampler(module), on_completion=lambda *row: reported.append(row))
+    drawing = replace(sampler(module), on_completions=lambda problems, completions: reported.extend(completions))
     drawing.sample(columns(rows([0], "a"))[0], 1, key=KEY)
     assert len(reported) == 1
     probed(DataParallelSampler(drawing, ALONE), local(module, temperature=0.7))
@@ -223,8 +222,7 @@ def shared(world: World, prompts: int, group: int) -> tuple[list[Any], int]:
         early = EarlyRewards(pool, [length_of_text])
         for i in range(2):
             asked = rows(range(i * prompts, (i + 1) * prompts), ["x" * g for g in range(group)])
-            for row in asked[own.start * group : own.stop * group]:
-                early.on_completion(*row)
+            early.on_completions(*columns(asked[own.start * group : own.stop * group]))
             known += sum(map(len, early._begun.values()))
             found = step(early, [length_of_text], asked, world)
     return found, known

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -296,11 +296,11 @@ def test_no_more_is_held_than_the_rows_at_once_need() -> None:
 def test_every_row_is_reported_once_as_the_rollout_has_it(max_rows: int, fit: bool) -> None:
     reported: dict[tuple[int, Completion], int] = {}
 
-    def on_completion(problem: Problem, completion: Completion) -> None:
-        asked = (problem.uid, completion)
-        reported[asked] = reported.get(asked, 0) + 1
+    def on_completions(of: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        for problem, completion in zip(of, completions, strict=True):
+            reported[problem.uid, completion] = reported.get((problem.uid, completion), 0) + 1
 
-    s = sampler(max_rows=max_rows, on_completion=on_completion)
+    s = sampler(max_rows=max_rows, on_completions=on_completions)
     if not fit:
         s.shared.model = s.model  # as if it had been asked, and were not
     rollout = s.sample(problems(TEXTS), 3, key=KEY)
@@ -313,7 +313,7 @@ def test_every_row_is_reported_once_as_the_rollout_has_it(max_rows: int, fit: bo
 
 def test_a_row_is_reported_before_the_last_one_is_drawn() -> None:
     steps: list[int] = []
-    s = sampler(max_rows=3, on_completion=lambda problem, completion: steps.append(len(shapes)))
+    s = sampler(max_rows=3, on_completions=lambda problems, completions: steps.append(len(shapes)))
     shapes: list[torch.Size] = []
     with s.model.register_forward_pre_hook(
         lambda m, a, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True

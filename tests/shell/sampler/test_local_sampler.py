@@ -1,5 +1,6 @@
 """Cached, batched, ragged decoding gives every row what a plain loop over that row alone gives."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
+from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.sampling import categorical, greedy, gumbel_max, gumbel_max_nucleus, nucleus, uniform_dtype
 from grpo_fn.core.types import Batch, Rollout, Sampler, Scores
 from grpo_fn.shell.model.hf import encode_prompt
@@ -374,7 +376,11 @@ def test_no_row_is_longer_than_the_total_and_one_that_it_cuts_is_truncated(name,
     asked = problems(texts)
     assume(max(len(encode_prompt(tokenizer(), text)) for text in texts) < total)
     bounded = sampler(name=name, max_rows=max_rows, max_total_tokens=total)
-    bounded = replace(bounded, on_completion=lambda problem, done: reported.append((done.length, done.truncated)))
+
+    def on_completions(_: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        reported.extend((completion.length, completion.truncated) for completion in completions)
+
+    bounded = replace(bounded, on_completions=on_completions)
     whole = sampler(name=name).sample(asked, group_size, key=KEY)
     rollout = bounded.sample(asked, group_size, key=KEY)
     cut = 0

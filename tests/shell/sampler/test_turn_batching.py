@@ -1,5 +1,6 @@
 """Episodes in slots: every row is what a plain loop over that row alone gives, in whatever order answers come."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -161,13 +162,13 @@ def test_rows_that_go_on_as_answers_come_are_not_held_up_by_a_slow_one() -> None
     """Its first answer comes when the others' episodes are over; with a number of steps, that would be never."""
     over, late = [], Late(slow=[100])
 
-    def ended(asked: Problem, completion: Completion) -> None:
-        over.append(asked.uid)
+    def ended(of: Sequence[Problem], _: Sequence[Completion]) -> None:
+        over.extend(problem.uid for problem in of)
         if len(over) == 3:
             late.release()
 
     asked = problems(["aT 7", "7", "T a\n", "a"])
-    s = replace(sampler(caller=late, answer_steps=None), on_completion=ended)
+    s = replace(sampler(caller=late, answer_steps=None), on_completions=ended)
     assert not s.repeatable
     rollout = s.sample(asked, 1, key=KEY)
     assert over[-1] == 100
@@ -181,7 +182,9 @@ def test_rows_that_go_on_as_answers_come_are_not_held_up_by_a_slow_one() -> None
 @pytest.mark.parametrize("answer_steps", [0, 3])
 def test_a_reported_row_is_the_row_of_the_rollout_with_its_turns(answer_steps) -> None:
     reported = []
-    s = replace(sampler(answer_steps=answer_steps), on_completion=lambda *row: reported.append(row))
+    s = replace(
+        sampler(answer_steps=answer_steps), on_completions=lambda *rows: reported.extend(zip(*rows, strict=True))
+    )
     asked = problems(["aT 7", "7", "T a\n"])
     rollout = s.sample(asked, 3, key=KEY)
     wanted = [(asked[b // 3], one) for b, one in enumerate(completions_of(rollout))]

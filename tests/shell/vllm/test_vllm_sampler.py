@@ -160,7 +160,9 @@ def test_the_ranks_of_an_engine_report_every_row_once_as_the_rollout_has_it(text
         reported.append([])
         place = alone(CPU)
         place.rank = rank
-        one = sampler(context=context(world=place), on_completion=lambda *row: reported[-1].append(row))
+        one = sampler(
+            context=context(world=place), on_completions=lambda *rows: reported[-1].extend(zip(*rows, strict=True))
+        )
         one.engine.ranks = ranks
         rollout = one.sample(asked, group_size, key=KEY)
     rows = [problem for problem in asked for _ in range(group_size)]
@@ -479,7 +481,7 @@ def test_every_turn_is_asked_for_with_the_row_so_far_and_a_seed_of_its_own(texts
         environments=environments(tokenizer(), max_turn_tokens=5),
         max_new_tokens=12,
         max_total_tokens=60,
-        on_completion=lambda *row: reported.append(row),
+        on_completions=lambda *rows: reported.extend(zip(*rows, strict=True)),
     )
     asked = problems(texts)
     rollout = one.sample(asked, group_size, key=KEY)
@@ -496,7 +498,7 @@ def test_every_turn_is_asked_for_with_the_row_so_far_and_a_seed_of_its_own(texts
     assert len({ask.seeds for ask in requests}) == len(requests)
     right = [*zip([p for p in asked for _ in range(group_size)], completions_of(rollout), strict=True)]
     assert sorted(reported, key=repr) == sorted(right, key=repr)
-    again = replace(one, on_completion=None).sample(asked, group_size, key=KEY)
+    again = replace(one, on_completions=None).sample(asked, group_size, key=KEY)
     assert again.turns == rollout.turns
     assert torch.equal(again.tokens, rollout.tokens)
 

@@ -28,8 +28,8 @@ from grpo_fn.shell.sampler.local.kv_cache import LongRows, RowSlots, row_slots, 
 PREFILL = 8192  # prompt tokens that go through the model at once, if there is more than one prompt
 REFILL = 4  # one slot in so many is free before others are filled: a prompt alone is read at the price of several
 
-# A row has ended: (row, its tokens, whether it ended by itself).
-Ended = Callable[[int, list[int], bool], None]
+# Rows have ended: (rows, the tokens of each, whether each ended by itself).
+Ended = Callable[[Sequence[int], Sequence[list[int]], Sequence[bool]], None]
 
 
 class DecodedRows(NamedTuple):
@@ -49,7 +49,7 @@ class DecodeOptions(NamedTuple):
     stops: Stops
     slots: int  # rows decoded at once, at most
     pad: int  # the token behind a completion
-    ended: Ended | None  # called with every row as soon as it has ended
+    ended: Ended | None  # called with rows as soon as they have ended
     check: Callable[[], None]  # called every few decode steps; what it raises ends them
 
 
@@ -290,6 +290,5 @@ class ContinuousBatching:
         self.out.length[row] = length
         self.out.stopped[row] = stopped[slot].to(self.u.device)
         if self.options.ended is not None:
-            fields = [x.tolist() for x in (self.row[slot], live.tokens[there], drawn[slot], stopped[slot])]
-            for number, tokens, n, by_itself in zip(*fields, strict=True):
-                self.options.ended(number, tokens[:n], by_itself)
+            tokens = zip(live.tokens[there].tolist(), drawn[slot].tolist(), strict=True)
+            self.options.ended(self.row[slot].tolist(), [row[:n] for row, n in tokens], stopped[slot].tolist())

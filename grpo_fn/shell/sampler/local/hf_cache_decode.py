@@ -39,9 +39,8 @@ def decode(
             piece = [x[i : i + at_once, j : j + width] for x in (by_group, limits)]
             parts.append(batch(model, list(prompts[i : i + at_once]), *piece, options))
             if options.ended is not None:
-                fields = (x.tolist() for x in (parts[-1].tokens, parts[-1].length, parts[-1].stopped))
-                for row, (tokens, n, stopped) in enumerate(zip(*fields, strict=True), i * group + j):
-                    options.ended(row, tokens[:n], stopped)
+                tokens = [row[:n] for row, n in zip(parts[-1].tokens.tolist(), parts[-1].length.tolist(), strict=True)]
+                options.ended(range(i * group + j, i * group + j + len(tokens)), tokens, parts[-1].stopped.tolist())
     return DecodedRows(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
 

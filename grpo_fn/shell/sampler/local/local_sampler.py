@@ -138,7 +138,7 @@ class LocalSampler(SamplerOptions):
     def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "LocalSampler":
         """The same engine, drawing with `token_sampler`; `check` is called every few decode steps."""
         environments = self.environments and self.environments.without_tape()
-        return replace(self, token_sampler=token_sampler, on_completion=None, check=check, environments=environments)
+        return replace(self, token_sampler=token_sampler, on_completions=None, check=check, environments=environments)
 
     @torch.no_grad()
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
@@ -227,12 +227,15 @@ class LocalSampler(SamplerOptions):
         return ContinuousBatching(engine, prompts, u, limit, options).run()
 
     def _ended(self, problems: Sequence[Problem], group_size: int, rows: EpisodeRows | None = None) -> Ended | None:
-        """A function that calls `on_completion` for the row with that number; None without `on_completion`."""
-        if self.on_completion is None:
+        """A function that calls `on_completions` for the rows with these numbers; None without `on_completions`."""
+        if self.on_completions is None:
             return None
 
-        def report(row: int, tokens: list[int], stopped: bool) -> None:
-            one = completion_of_row(self.tokenizer, tokens, stopped=stopped) if rows is None else rows.completion(row)
-            self.on_completion(problems[row // group_size], one)
+        def report(numbers: Sequence[int], tokens: Sequence[list[int]], stopped: Sequence[bool]) -> None:
+            completions = [
+                completion_of_row(self.tokenizer, ids, stopped=by_itself) if rows is None else rows.completion(row)
+                for row, ids, by_itself in zip(numbers, tokens, stopped, strict=True)
+            ]
+            self.on_completions([problems[row // group_size] for row in numbers], completions)
 
         return report
