@@ -80,7 +80,7 @@ def measure(
     check_episodes(episodes, sampling)
     check_engines([sampling.sampler])
     place, precision = find_device(compute.device, 0), hf.find_dtype(compute.dtype)
-    check_attention(compute.attention, place, precision, deterministic=False)
+    check_attention(compute.attention, place, precision)
     check_free(request.out)
     found = locate(request.model, warn=warn)
     config = found.source.config()

@@ -33,7 +33,7 @@ rejection.outlier_row.weight controllers.adaptive_kl.target objective.with_teach
 sampling.nucleus.top_p format.answer_tags.tags length.cosine_length.verdict
 wrappers.with_timeout.seconds combine.combine.weights judge.Judge.endpoint maze.environment.cost arms.rows.base
 mixture.arms.tasks readers.file.path privileged.with_feedback.template chat_format.tokenizer_template.observed
-hf.with_system.system optimizer.cosine_decay.final optimizer.muon.lr lora.LoRA.rank mesh.Parallelism.tp
+optimizer.cosine_decay.final optimizer.muon.lr lora.LoRA.rank mesh.Parallelism.tp
 reward_pool.RewardPool.workers sections.Health.limits teachers.teacher_of_field.name probe.Probe.max_gap
 tiny_model.Recipe.seed vllm_servers.DedicatedEngine.servers vllm_sampler.colocated_sampler.gpu_memory_utilization
 """

@@ -117,9 +117,6 @@ def test_blocks_are_compiled_on_a_card_unless_the_configuration_rules_it_out(dev
     ruled_out = {
         "sections.Compute.deterministic is True": plan(spread(), device, deterministic=True),
         "mesh.Parallelism.tp is 2": plan(spread("scale/tensor_parallel.gin"), device),
-        "blocks.selective_checkpointing": plan(
-            replace(spread(), activation_checkpointing=blocks.selective_checkpointing), device
-        ),
     }
     ruled_out["a block has "] = plan(spread(), device, config=SMALL)
     for reason, planned in ruled_out.items():

@@ -9,7 +9,6 @@ backward pass looks it up again.
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from inspect import signature
@@ -19,11 +18,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest
 from torch.nn.functional import dropout, embedding_bag, pad, scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -48,7 +45,7 @@ class AttentionSpec(NamedTuple):
     @property
     def eager(self) -> bool:
         """Whether the model was built to have it written out."""
-        return self.backend == "eager"
+        return self.backend == EAGER
 
 
 class Bucket(NamedTuple):
@@ -185,135 +182,77 @@ def additive_mask(one: Bucket, window: Window, dtype: torch.dtype) -> Float[Tens
 
 
 KNOB = "sections.Compute.attention"
-LEAST_CUDNN = 90000  # torch's cuDNN attention asks for 9.0
+EAGER = "eager"  # written out operator by operator, the same on every device, with the scores in memory
+HALVES = (torch.bfloat16, torch.float16)
 
 
-class AttentionBackend(NamedTuple):
-    """What a name stands for, and what it asks for."""
+class FlashPackage(NamedTuple):
+    """A package of kernels for bfloat16 and float16, and what it asks for."""
 
-    sdpa: SDPBackend | None = None  # that `scaled_dot_product_attention` is held to
-    module: str | None = None  # to be imported
-    install: str = ""  # how that module is had
-    halves: bool = False  # bfloat16 and float16 alone
-    least: tuple[int, int] | None = None  # compute capability of the card; None: any device
-    most: tuple[int, int] | None = None
-    repeats: bool = True  # whether its gradients are the same bits again under deterministic kernels
+    module: str  # to be imported
+    install: str  # how that module is had
+    least: tuple[int, int]  # compute capability of the card
+    most: tuple[int, int] | None
 
 
-FLASH_2 = "pip install --no-build-isolation 'grpo-fn[flash]'"
-FLASH_3 = "pip install --no-build-isolation ./hopper in a checkout of github.com/Dao-AILab/flash-attention"
-BACKENDS = {
-    "eager": AttentionBackend(),
-    "sdpa": AttentionBackend(),
-    "sdpa_math": AttentionBackend(SDPBackend.MATH),
-    "sdpa_flash": AttentionBackend(SDPBackend.FLASH_ATTENTION, halves=True, least=(8, 0), repeats=False),
-    "sdpa_efficient": AttentionBackend(SDPBackend.EFFICIENT_ATTENTION, least=(5, 0), repeats=False),
-    "sdpa_cudnn": AttentionBackend(SDPBackend.CUDNN_ATTENTION, halves=True, least=(8, 0), repeats=False),
-    "flash_attention_2": AttentionBackend(None, "flash_attn", FLASH_2, halves=True, least=(8, 0)),
-    "flash_attention_3": AttentionBackend(
-        None, "flash_attn_interface", FLASH_3, halves=True, least=(9, 0), most=(9, 9)
+FLASH = {
+    "flash_attention_2": FlashPackage("flash_attn", "pip install --no-build-isolation 'grpo-fn[flash]'", (8, 0), None),
+    "flash_attention_3": FlashPackage(
+        "flash_attn_interface",
+        "pip install --no-build-isolation ./hopper in a checkout of github.com/Dao-AILab/flash-attention",
+        (9, 0),
+        (9, 9),
     ),
 }
-# Transformers takes a name with "flash" in it for that of a package, and looks for it: ours goes by another name there.
-IN_TRANSFORMERS = {"sdpa_flash": "sdpa_fused"}
-HERE = {there: name for name, there in IN_TRANSFORMERS.items()}
-SCORES_IN_MEMORY = ("eager", "sdpa_math")  # written out operator by operator, the same on every device
-REPEATING = ", ".join(name for name, backend in BACKENDS.items() if backend.repeats)
+NAMES = (EAGER, "sdpa", *FLASH)
 
 
-def transformers_name(name: str) -> str:
-    """The name by which transformers knows an attention."""
-    return IN_TRANSFORMERS.get(name, name)
-
-
-def attention_name(name: str) -> str:
-    """The name of an attention in `sections.Compute.attention`."""
-    return HERE.get(name, name)
-
-
-def check_attention_choice(name: str, dtype: torch.dtype, *, deterministic: bool) -> None:
-    """Raise ValueError for an attention that no machine has, or that does not go with the rest of the configuration."""
-    backend = BACKENDS.get(name)
-    if backend is None:
-        raise ValueError(f"{KNOB}: got {name!r}, wanted one of {', '.join(BACKENDS)}")
-    if backend.halves and dtype not in (torch.bfloat16, torch.float16):
+def check_attention_choice(name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError for an attention that no machine has, or that does not know the dtype."""
+    if name not in NAMES:
+        raise ValueError(f"{KNOB}: got {name!r}, wanted one of {', '.join(NAMES)}")
+    if name in FLASH and dtype not in HALVES:
         raise ValueError(
             f"{KNOB}: got {name!r} in {str(dtype).removeprefix('torch.')}, wanted sections.Compute.dtype 'bfloat16' or "
             "'float16' (scale/bf16.gin, scale/fp16.gin), or attention 'sdpa'"
         )
-    if deterministic and not backend.repeats:
-        raise ValueError(
-            f"{KNOB}: got {name!r}, whose gradients are added up in any order, with sections.Compute.deterministic, "
-            f"wanted one of {REPEATING}"
-        )
 
 
-def check_attention(name: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> None:
-    """Raise ValueError for an attention that is not to be had here, by its package, the card or torch's build."""
-    check_attention_choice(name, dtype, deterministic=deterministic)
-    backend = BACKENDS[name]
-    if backend.module is not None and find_spec(backend.module) is None:
+def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError for an attention that this machine has not, by its package or the card."""
+    check_attention_choice(name, dtype)
+    if name not in FLASH:
+        return
+    package = FLASH[name]
+    if find_spec(package.module) is None:
         raise ValueError(
-            f"{KNOB}: got {name!r} without the module {backend.module}, wanted it installed ({backend.install}), or "
+            f"{KNOB}: got {name!r} without the module {package.module}, wanted it installed ({package.install}), or "
             "attention 'sdpa'"
         )
-    if backend.least is None:
-        return
-    required = f"compute capability {'.'.join(map(str, backend.least))}" + (" or later" if backend.most is None else "")
+    required = f"compute capability {'.'.join(map(str, package.least))}" + (" or later" if package.most is None else "")
     if device.type != "cuda":
         raise ValueError(f"{KNOB}: got {name!r} on {device}, wanted a CUDA device of {required}, or attention 'sdpa'")
     capability = torch.cuda.get_device_capability(device)
-    if capability < backend.least or (backend.most is not None and capability > backend.most):
+    if capability < package.least or (package.most is not None and capability > package.most):
         raise ValueError(
             f"{KNOB}: got {name!r} on a card of compute capability {capability[0]}.{capability[1]}, wanted {required}, "
             "or attention 'sdpa'"
         )
-    if backend.sdpa is SDPBackend.CUDNN_ATTENTION and (version := torch.backends.cudnn.version() or 0) < LEAST_CUDNN:
-        raise ValueError(f"{KNOB}: got {name!r} with cuDNN {version}, wanted {LEAST_CUDNN} or later")
 
 
 def attention_note(name: str, dtype: torch.dtype, device: torch.device | None) -> list[str]:
     """What attends to packed rows on a card: for the plan of a run."""
     if device is not None and device.type != "cuda":
         return []
-    backend, how = BACKENDS[name], "padded buckets"
-    if name == "eager":
-        how += ", written out"
-    elif backend.sdpa is not None and name != "sdpa_flash":
-        how += f", by torch's {backend.sdpa.name}"
-    elif dtype not in (torch.bfloat16, torch.float16):
-        how += ", by scaled_dot_product_attention"
+    if name == EAGER:
+        how = "padded buckets, written out"
+    elif dtype not in HALVES:
+        how = "padded buckets, by scaled_dot_product_attention"
     elif name == "flash_attention_3":
         how = "flash-attn 3's kernel for rows of unequal length"
-    elif name == "sdpa_flash":
-        how = "torch's flash kernel for rows of unequal length"
     else:
         how = "flash-attn's kernel for rows of unequal length where it imports, else torch's"
     return [f"packed rows attend in {how} ({KNOB} = {name!r})"]
-
-
-@contextmanager
-def held_to(name: str) -> Iterator[None]:
-    """`scaled_dot_product_attention` held to what the name says; nothing changes where that leaves it to torch."""
-    backend = BACKENDS[name].sdpa if name in BACKENDS else None
-    if backend is None:
-        yield
-    else:
-        with sdpa_kernel(backend):
-            yield
-
-
-def _padded_rows(module: nn.Module, *streams: Tensor | None, backend: str, **how: Any) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls for padded rows: queries, keys, values, and a mask where there is one."""
-    with held_to(backend):
-        return sdpa_attention_forward(module, *streams, **how)
-
-
-# Transformers then takes these names as it takes its own.
-for _name, _backend in BACKENDS.items():
-    if _backend.sdpa is not None:
-        AttentionInterface.register(transformers_name(_name), partial(_padded_rows, backend=_name))
-        AttentionMaskInterface.register(transformers_name(_name), ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 # -- attention over rows of unequal length, in kernels that take them as they lie: halves on CUDA only
@@ -325,21 +264,9 @@ WARNING = 1  # torch's number for deterministic algorithms with `warn_only`
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedAttention, how: AttentionSpec
 ) -> Float[Tensor, "N H E"]:
-    """The flash-attn package. A row's queries are the last of its keys, which is how it aligns a causal mask."""
-    rows = layout.ragged_rows
-    return flash_varlen_function()(
-        query,
-        *gather_keys_and_values(key, value, layout),
-        rows.queries,
-        rows.keys,
-        *rows.longest,
-        dropout_p=how.dropout,
-        softmax_scale=how.scale,
-        causal=True,
-        window_size=(-1 if how.window is None else how.window - 1, 0),
-        softcap=how.cap or 0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    """The flash-attn package."""
+    kernel = partial(flash_varlen_function(), dropout_p=how.dropout)
+    return flash_rows(kernel, query, key, value, layout, how)
 
 
 def flash_attention_3(
@@ -350,9 +277,21 @@ def flash_attention_3(
 
     if how.dropout:
         raise ValueError(f"got attention with dropout {how.dropout} in flash_attention_3, wanted 0, or another kernel")
+    return flash_rows(flash_attn_varlen_func, query.contiguous(), key, value, layout, how)
+
+
+def flash_rows(
+    kernel: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedAttention,
+    how: AttentionSpec,
+) -> Float[Tensor, "N H E"]:
+    """What a kernel of either package gives. A row's queries are the last of its keys: so both align a causal mask."""
     rows = layout.ragged_rows
-    return flash_attn_varlen_func(
-        query.contiguous(),
+    return kernel(
+        query,
         *gather_keys_and_values(key, value, layout),
         rows.queries,
         rows.keys,
@@ -494,12 +433,10 @@ class GatherTokens(torch.autograd.Function):
 
 
 OURS = "+rows"  # behind the name of what stood there before
-EAGER = "eager"
 # What models pass to attention besides, none of which changes what it computes. A layout says more than positions do.
 IDLE = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
 )
-HALVES = (torch.bfloat16, torch.float16)
 
 Attend = Callable[..., Float[Tensor, "N H D"]]
 
@@ -538,7 +475,7 @@ def attention(
     """What transformers calls: `[1 H N D]` each with a layout, `[B H T D]` without."""
     layout: AttentionContext | None = kwargs.pop("layout", None)
     if layout is not None:
-        return layout.attend(module, query, key, value, parse_spec(query, attention_name(before), kwargs)), None
+        return layout.attend(module, query, key, value, parse_spec(query, before, kwargs)), None
     if before == EAGER:  # each model's own, beside its classes
         return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **kwargs)
     return ALL_ATTENTION_FUNCTIONS[before](module, query, key, value, mask, **kwargs)
@@ -568,11 +505,10 @@ def choose_kernel(query: Tensor, backend: str, cap: float | None) -> Attend:
             return flash_attention_3
         if backend in ("sdpa", "flash_attention_2") and flash_varlen_function() is not None:
             return flash_attention
-        if backend in ("sdpa", "flash_attention_2", "sdpa_flash") and cap is None:
+        if backend in ("sdpa", "flash_attention_2") and cap is None:
             return varlen
-    if backend == EAGER or cap is not None:
-        return partial(bucketed_attention, core=eager_attention)
-    return partial(bucketed_attention, core=partial(sdpa_attention, backend=backend))
+    written_out = backend == EAGER or cap is not None
+    return partial(bucketed_attention, core=eager_attention if written_out else sdpa_attention)
 
 
 # -- rows of similar length side by side
@@ -607,12 +543,11 @@ def gather_tokens(stream: Float[Tensor, "N ..."], index: Int[Tensor, "..."]) -> 
 
 
 def sdpa_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: AttentionSpec, *, backend: str = "sdpa"
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: AttentionSpec
 ) -> Float[Tensor, "b H q E"]:
-    """Torch's own kernels, which know no cap; by default as torch chooses."""
+    """Torch's own kernels, which know no cap, as torch chooses."""
     causal = mask is None and q.shape[2] > 1
-    with held_to(backend):
-        return scaled_dot_product_attention(q, k, v, mask, how.dropout, causal, scale=how.scale)
+    return scaled_dot_product_attention(q, k, v, mask, how.dropout, causal, scale=how.scale)
 
 
 def eager_attention(

@@ -8,7 +8,6 @@ used, execution comes first: recompute(compile(forward)).
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
 from importlib.util import find_spec
@@ -17,14 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.shell.model.attention import Phase
 
 Forward = Callable[..., Any]
 Change = Callable[[nn.Module], None]  # one block, in place
-Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]  # of the first run and of the second
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -62,40 +60,7 @@ def full_checkpointing(block: nn.Module) -> None:
     Args:
         block: a transformer block, changed in place.
     """
-    block.forward = partial(_recompute, block.forward, noop_context_fn)
-
-
-def selective_checkpointing(block: nn.Module) -> None:
-    """Keep the results of matrix products and attention; recompute the rest, which is cheap, from them.
-
-    Operators inside compiled code are not seen one by one: of a compiled block everything is recomputed.
-
-    Args:
-        block: a transformer block, changed in place.
-    """
-    block.forward = partial(_recompute, block.forward, partial(create_selective_checkpoint_contexts, _policy))
-
-
-# What costs far more to compute than to keep. Attention has an operator for each kind of device and of mask.
-_ATEN = torch.ops.aten
-PRODUCTS = frozenset(
-    {
-        *(_ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default, _ATEN.baddbmm.default),
-        _ATEN._scaled_dot_product_flash_attention.default,
-        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-        _ATEN._scaled_dot_product_efficient_attention.default,
-        _ATEN._scaled_dot_product_cudnn_attention.default,
-        torch.ops.higher_order.flex_attention,
-    }
-)
-# Attention over packed rows: operators that exist once the module that defines them is imported.
-PACKED_PRODUCTS = frozenset({"torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward"})
-
-
-def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    schema = getattr(operator, "_schema", None)
-    kept = operator in PRODUCTS or (schema is not None and schema.name in PACKED_PRODUCTS)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    block.forward = partial(_recompute, block.forward)
 
 
 def _phase(kwargs: dict[str, Any]) -> Phase | None:
@@ -110,10 +75,10 @@ def _cached(kwargs: dict[str, Any]) -> bool:
     return any(kwargs.get(name) is not None for name in CACHES) or _phase(kwargs) in ("prefill", "decode")
 
 
-def _recompute(forward: Forward, contexts: Contexts, *args: Any, **kwargs: Any) -> Any:
+def _recompute(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or _cached(kwargs):  # a second run would write a second time into a KV cache
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 # -- execution

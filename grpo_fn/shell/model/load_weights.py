@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from grpo_fn.shell.model.attention import transformers_name
-
 WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 UNWANTED = ["*/*", "consolidated*"]  # the same weights in other formats
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -53,7 +51,7 @@ def meta_causal_lm(config: PretrainedConfig, *, attention: str, dtype: torch.dty
     Raises ValueError when there is a buffer that stands in no file and that the model does not compute by itself.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=transformers_name(attention))
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     # Rotary frequencies and the like are computed by _init_weights, on which from_pretrained, too, relies for them.
     # Parameters stay on meta, where initialising does nothing.
     for module in model.modules():

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from grpo_fn.shell.model import load_weights, lora
-from grpo_fn.shell.model.attention import SCORES_IN_MEMORY
+from grpo_fn.shell.model.attention import EAGER
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.policy import tensor_parallel
 from grpo_fn.shell.policy.mesh import PREFETCH, Parallelism
@@ -261,7 +261,7 @@ def head_dimensions(config: PretrainedConfig) -> tuple[int, int]:
 
 def meta_model(config: PretrainedConfig, adapters: lora.LoRA | None, attention: str) -> nn.Module:
     """The model's shape, adapters included, on the meta device. Attention is as it is written out, or else fused."""
-    counted = attention if attention in SCORES_IN_MEMORY else "sdpa"  # on any machine
+    counted = EAGER if attention == EAGER else "sdpa"  # on any machine
     model = load_weights.meta_causal_lm(config, dtype=torch.float32, attention=counted)
     return model if adapters is None else lora.attach(model, adapters)
 
@@ -366,7 +366,7 @@ def activation_bytes(
     however long the rows are. So its rows are made short, which leaves little of the mask that only this pass has;
     with it, keys and values count as repeated for every query head, a few per cent too many.
     """
-    if attention not in SCORES_IN_MEMORY:
+    if attention != EAGER:
         rows, width = -(-rows * width // SHORT), SHORT
     model = meta_model(config, adapters, attention)
     with FakeTensorMode(allow_non_fake_inputs=True):

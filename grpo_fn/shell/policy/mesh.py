@@ -157,6 +157,4 @@ def compile_refusal(parallelism: Parallelism, *, deterministic: bool) -> str | N
         return "sections.Compute.deterministic is True"
     if parallelism.tp > 1:
         return f"mesh.Parallelism.tp is {parallelism.tp}"
-    if function_and_knobs(parallelism.activation_checkpointing)[0] is blocks.selective_checkpointing:
-        return "blocks.selective_checkpointing would compute all of a compiled block again"
     return None

@@ -22,7 +22,7 @@ from grpo_fn.shell.model.load_weights import part
 SMALLEST = 1e-12  # scale of a block of zeros, as torchao has it
 
 
-IMPLEMENTATIONS = ("fused", "foreach", "8bit")  # of AdamW
+IMPLEMENTATIONS = ("fused", "8bit")  # of AdamW
 NEWTON_SCHULZ = 5  # iterations of Muon, as torch has them
 # Of the loss scale, as torch.amp.GradScaler has them. Powers of two change no bit of a gradient that neither overflows
 # nor vanishes.
@@ -40,15 +40,13 @@ def adamw(
     weight_decay: float,
     implementation: str = "fused",
 ) -> torch.optim.Optimizer:
-    """AdamW: in one fused kernel, in one kernel for each operation, or with moments of 8 bits.
+    """AdamW: in one fused kernel, or with moments of 8 bits.
 
-    "fused" is the fastest: two moments of the weight's dtype, 8 bytes a float32 weight. "foreach" is for devices
-    without the fused kernel; while it steps, it holds one more copy of the weights. "8bit" keeps the moments in 8 bits
-    between steps, 2 bytes a weight: torchao's, which knows DTensors. A block of 256 numbers is kept as codes of a
-    dynamic map and one scale, its largest magnitude (Dettmers et al. 2021, "8-bit Optimizers via Block-wise
-    Quantization", arXiv:2110.02861, section 2). A rank's part of a weight with fewer than 4096 numbers, or not a
-    multiple of 256, keeps its moments in float32. Compiled on CUDA, one kernel for each shape; run as written on the
-    CPU.
+    "fused" keeps two moments of the weight's dtype, 8 bytes a float32 weight. "8bit" keeps both in 8 bits between
+    steps, 2 bytes a weight: torchao's, which knows DTensors. A block of 256 numbers is kept as codes of a dynamic map
+    and one scale, its largest magnitude (Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization",
+    arXiv:2110.02861, section 2). A rank's part of a weight with fewer than 4096 numbers, or not a multiple of 256,
+    keeps its moments in float32. Compiled on CUDA, one kernel for each shape; run as written on the CPU.
 
     Args:
         params: parameters that train.
@@ -57,7 +55,7 @@ def adamw(
         beta2: decay of the second moment, per step.
         eps: added to the root of the second moment.
         weight_decay: coefficient of the decay of matrices: p -= lr weight_decay p in each step.
-        implementation: "fused", "foreach" or "8bit".
+        implementation: "fused" or "8bit".
 
     Returns:
         The optimizer.
@@ -71,7 +69,7 @@ def adamw(
         )
     groups = _groups(params, weight_decay)
     if implementation != "8bit":
-        return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, **{implementation: True})
+        return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, fused=True)
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:

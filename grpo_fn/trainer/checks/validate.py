@@ -63,7 +63,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     try_optimizer(s.policy.optimizer)
     try_schedule(s.policy.schedule, updates * s.steps)
     dtype, source = hf.find_dtype(s.compute.dtype), model_source(s.model, "train.train.model")
-    check_attention_choice(s.compute.attention, dtype, deterministic=s.compute.deterministic)
+    check_attention_choice(s.compute.attention, dtype)
     config = source.config()
     task = sample_tests(try_task(s.data.task), s.evaluation.problems)
     check_positive(train_rows=task.size, held_out_problems=len(task.test))
@@ -113,7 +113,7 @@ def check_this_machine(settings: Settings) -> None:
     check_engines([settings.sampling.sampler, settings.evaluation.async_sampler])
     compute = settings.compute
     device, dtype = find_device(compute.device, 0), hf.find_dtype(compute.dtype)
-    check_attention(compute.attention, device, dtype, deterministic=compute.deterministic)
+    check_attention(compute.attention, device, dtype)
 
 
 def check_deterministic(deterministic: bool, compile_block: Callable[[nn.Module], None]) -> None:

@@ -12,7 +12,6 @@ from policies import mesh_of_one
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
 
 from grpo_fn.shell.model import blocks as block_changes
 from grpo_fn.shell.model import lora
@@ -27,12 +26,11 @@ from grpo_fn.shell.model.blocks import (
     full_checkpointing,
     no_checkpointing,
     recompilations,
-    selective_checkpointing,
     torch_compile,
 )
 
 compile_block = partial(torch_compile, mode="default")
-ACTIVATIONS = [no_checkpointing, full_checkpointing, selective_checkpointing]
+ACTIVATIONS = [no_checkpointing, full_checkpointing]
 IDS = torch.arange(22).reshape(2, 11)
 ADAPTERS = lora.LoRA(rank=2, alpha=4.0, dropout=0.5, targets="all-linear")
 
@@ -171,12 +169,11 @@ def products(model: nn.Module) -> tuple[int, int]:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_untied", "phi3_fused"])
-def test_products_are_computed_again_only_where_everything_is(name: str, attention: str) -> None:
+def test_products_are_computed_again_where_blocks_are(name: str, attention: str) -> None:
     model = family(name)
     model.set_attn_implementation(attention)
-    none, full, selective = (products(changed(copy.deepcopy(model), change)) for change in ACTIVATIONS)
-    assert none[0] == full[0] == selective[0]
-    assert none[1] == selective[1]
+    none, full = (products(changed(copy.deepcopy(model), change)) for change in ACTIVATIONS)
+    assert none[0] == full[0]
     assert full[1] > none[1] + none[0] / 2
 
 
@@ -189,9 +186,9 @@ def bytes_kept(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", ["qwen2_tied", "phi3_fused"])
-def test_the_more_is_recomputed_the_less_is_kept(name: str) -> None:
-    none, full, selective = (bytes_kept(changed(family(name), change)) for change in ACTIVATIONS)
-    assert full < selective < none
+def test_what_is_recomputed_is_not_kept(name: str) -> None:
+    none, full = (bytes_kept(changed(family(name), change)) for change in ACTIVATIONS)
+    assert full < none
 
 
 @pytest.mark.parametrize("change", ACTIVATIONS)
@@ -229,11 +226,10 @@ def test_a_compiled_model_computes_the_same_and_is_built_once_for_all_blocks_and
 @pytest.mark.slow
 def test_recomputing_goes_around_the_compiled_forward() -> None:
     plain, before = family("qwen2_tied"), recompilations().built
-    for change in (full_checkpointing, selective_checkpointing):
-        model = changed(copy.deepcopy(plain), compile_block, change)
-        assert all(isinstance(block.forward.args[0], CompiledForward) for block in blocks(model))
-        assert_equal_runs(trained(model), trained(plain), 1e-6)
-    assert recompilations().built > before  # once: both run the same code inside
+    model = changed(copy.deepcopy(plain), compile_block, full_checkpointing)
+    assert all(isinstance(block.forward.args[0], CompiledForward) for block in blocks(model))
+    assert_equal_runs(trained(model), trained(plain), 1e-6)
+    assert recompilations().built > before
 
 
 @pytest.mark.parametrize("mode", COMPILE_MODES)
@@ -314,7 +310,6 @@ def mesh() -> object:
     "changes",
     [
         (full_checkpointing,),
-        (selective_checkpointing,),
         pytest.param((compile_block, full_checkpointing), marks=pytest.mark.slow),
     ],
 )
@@ -328,16 +323,6 @@ def test_hooks_of_fully_shard_stay_outside(changes: tuple[Change, ...], mesh: ob
     wanted, got = trained(plain), trained(model)
     got = (got[0], {name: grad.full_tensor() for name, grad in got[1].items()})
     assert_equal_runs(got, wanted, 1e-6 if compile_block in changes else 0.0)
-
-
-def test_attention_over_packed_rows_is_kept_by_selective_checkpointing():
-    """By the name of its operator, which torch has and flash-attn brings."""
-    importlib.import_module("torch.nn.attention.varlen")
-    assert "torch_attn::_varlen_attn" in block_changes.PACKED_PRODUCTS
-    keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
-    assert block_changes._policy(None, torch.ops.torch_attn._varlen_attn.default) is keep
-    assert block_changes._policy(None, torch.ops.aten.mm.default) is keep
-    assert block_changes._policy(None, torch.ops.aten.silu.default) is again
 
 
 def test_what_is_compiled_may_be_compiled_again_more_often_than_torch_lets_it() -> None:

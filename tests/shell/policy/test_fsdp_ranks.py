@@ -61,9 +61,7 @@ KEY = prng.key(3, device="cpu")
 TEMPERATURE = 0.7
 ADAPTERS = lora.LoRA(rank=2, alpha=4.0, dropout=0.0, targets="all-linear")
 ATTENTION = {"gemma2_capped": "eager"}  # the one that knows of its soft cap
-ACTIVATIONS = {
-    f.__name__: f for f in (blocks.no_checkpointing, blocks.full_checkpointing, blocks.selective_checkpointing)
-}
+ACTIVATIONS = {f.__name__: f for f in (blocks.no_checkpointing, blocks.full_checkpointing)}
 HOST = 2  # ranks of a host, as hybrid_shard.gin sees it
 STEP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
 MUON = partial(muon, **STEP, eps=1e-8, momentum=0.95)
@@ -374,7 +372,7 @@ def test_gradients_and_one_step_are_those_of_one_process(folders, size, data):
     ],
 )
 def test_every_strategy_is_among_them(folders, size, strategy, model, adapted):
-    case = Case(model, strategy, "selective_checkpointing" if adapted else "full_checkpointing", adapted)
+    case = Case(model, strategy, "full_checkpointing", adapted)
     check_step(folders, size, case, sorted(PRODUCT)[0], seed=1, rows=7, parts=3)
 
 

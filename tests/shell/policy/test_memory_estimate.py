@@ -204,10 +204,8 @@ def test_activations_are_those_that_a_pass_with_data_keeps():
 
 
 def test_activations_grow_with_layers_and_tokens_and_shrink_where_they_are_recomputed():
-    kept, products, little = (
-        alive(how) for how in (blocks.no_checkpointing, blocks.selective_checkpointing, blocks.full_checkpointing)
-    )
-    assert little < products < kept
+    kept, little = (alive(how) for how in (blocks.no_checkpointing, blocks.full_checkpointing))
+    assert little < kept
     per_layer = 160 * 32 * 4  # recomputed: the block's input alone
     assert alive(blocks.full_checkpointing, layers=5) - little == 2 * per_layer
     assert alive(blocks.no_checkpointing, layers=4) - kept == alive(blocks.no_checkpointing, layers=5) - alive(

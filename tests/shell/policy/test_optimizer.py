@@ -30,10 +30,9 @@ needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None,
     reason="NOT TESTED: adamw_8bit needs torchao: pip install 'grpo-fn[adamw8bit]'",
 )
-adamw_foreach, adamw_8bit = (partial(optimizer.adamw, implementation=name) for name in ("foreach", "8bit"))
+adamw_8bit = partial(optimizer.adamw, implementation="8bit")
 ALL = [
     optimizer.adamw,
-    adamw_foreach,
     pytest.param(adamw_8bit, marks=needs_torchao),
 ]
 
@@ -82,12 +81,11 @@ def written_out(p, grads, *, lr, beta1, beta2, eps, weight_decay):
     return p, m, v
 
 
-@pytest.mark.parametrize("make", [optimizer.adamw, adamw_foreach])
 @given(knobs, st.integers(0, 99), st.integers(1, 4))
-def test_it_is_adamw_as_it_is_written(make, given_knobs, seed, steps):
+def test_it_is_adamw_as_it_is_written(given_knobs, seed, steps):
     model = net(seed)
     before = [p.detach().clone() for p in model.parameters()]
-    made, grads = make(model.parameters(), **given_knobs), gradients(model, seed, steps)
+    made, grads = optimizer.adamw(model.parameters(), **given_knobs), gradients(model, seed, steps)
     for each in grads:
         step(made, list(model.parameters()), each)
     for p, old, g in zip(model.parameters(), before, zip(*grads, strict=True), strict=True):
@@ -261,7 +259,7 @@ def test_a_learning_rate_is_a_plain_number_that_may_be_set(make):
 
 
 def test_an_implementation_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match=r"implementation: got '4bit', wanted one of fused, foreach, 8bit"):
+    with pytest.raises(ValueError, match=r"implementation: got '4bit', wanted one of fused, 8bit"):
         optimizer.adamw(net(0).parameters(), **KNOBS, implementation="4bit")
 
 

@@ -24,7 +24,7 @@ from grpo_fn.shell.world import alone
 
 WORLD = alone(torch.device("cpu"))
 SHARDS = ("fsdp::", "c10d::", "_c10d_functional::")
-CHECKPOINTING = [blocks.no_checkpointing, blocks.full_checkpointing, blocks.selective_checkpointing]
+CHECKPOINTING = [blocks.no_checkpointing, blocks.full_checkpointing]
 
 
 @pytest.fixture(scope="module", params=["qwen2_tied", "qwen3_untied"])

@@ -99,9 +99,7 @@ ATTENTION = {"gemma2": "eager"}  # the one that knows of its soft cap
 # The share of the largest gradient that rounding may always be; gemma2's float32 oracle is itself 6e-6 off float64's.
 ROUNDING = {**dict.fromkeys(MODELS, 1e-6), "gemma2": 1e-5, "gemma3": 3e-6}
 LOGP = {**dict.fromkeys(MODELS, 5e-6), "gemma2": 1e-5}  # nats; up to 7.6e-6 of 4 was seen
-ACTIVATIONS = {
-    f.__name__: f for f in (blocks.no_checkpointing, blocks.full_checkpointing, blocks.selective_checkpointing)
-}
+ACTIVATIONS = {f.__name__: f for f in (blocks.no_checkpointing, blocks.full_checkpointing)}
 LAYOUTS = {2: [1], 4: [1, 2]}  # ranks -> copies; two ranks share every product, what is left shares a copy
 
 
