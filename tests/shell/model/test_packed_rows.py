@@ -280,7 +280,7 @@ def test_recomputed_blocks_and_adapters_make_no_difference(name, adapted):
         for way in (packed_input.pad_rows, packed_input.pack_shared_prompts)
     )
     for block in blocks.blocks(model):
-        change(block)
+        blocks.full_checkpointing(block)
     tried = logprob_model(model, packed_input.pack_shared_prompts)
     got = found(tried, *GROUPS[:2])
     assert tried.input_packing.fit
