@@ -31,7 +31,6 @@ PARSED = {
     "tools/device_check": "wants a GPU; a test of its own runs its small form",
     "tools/import_config/compare_trl.py": "wants TRL's environment; tests/tools/test_compare_trl.py runs it",
     "tools/pair": "starts runs of its own; tests/tools/test_pair.py runs it",
-    "tools/lock.py": "asks the package index",
     "tools/resume_check.py": "starts runs of its own; tests/tools/test_resume_check.py runs it",
 }
 BROWSER = ("tests/browser/screenshot.py", "tests/browser/tensorboard_page.py")

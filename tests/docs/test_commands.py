@@ -169,7 +169,7 @@ def test_a_command_is_found_wherever_it_stands(
         ("pip install -e '.[no_such]'", "wanted extras of"),
         ("pip install 'torch==1.0.*'", "wanted torch"),
         ("kubectl patch job no_such -p '{\"spec\":{}}'", "no_such"),
-        ("python tools/bench no_such", "ended with 2"),
+        ("python tools/bench --no_such", "ended with 2"),
     ],
 )
 @pytest.mark.xdist_group("commands")

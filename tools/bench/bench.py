@@ -1,69 +1,51 @@
-"""Benches on this machine: ratios of one run are what counts; absolute figures are of the machine and the hour.
+"""Whole steps of grpo_fn against those of TRL's GRPOTrainer on this machine, program against program.
 
-    python tools/bench trl [--scale arithmetic,small] [--out experiments/bench/trl.md]
-    python tools/bench growth [--completions 64,128,...] [--lengths 32,64,...]
-    python tools/bench samplers --model MODEL
-    python tools/bench rewards --data DIR
+    python tools/bench --scale arithmetic,small --out experiments/bench/trl.md
 
-Each prints a page of markdown, or writes it with --out as well. `--help` after the name lists the flags of each.
+prints a page of markdown for each scale: completions a second, peak memory, and where a step's time goes. Ratios of one
+run are what counts; absolute figures are of the machine and the hour. experiments/bench/README.md says what runs.
 """
 
 import argparse
-import importlib
 import os
 import platform
 import shlex
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from math import ceil
 from pathlib import Path
-from typing import TypeVar
+from statistics import median
+from typing import TYPE_CHECKING
+
+import bench_sides
+from bench_sides import Measured
 
 from grpo_fn.command_line import exit_code
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from bench_work import Work
 
-# Module and function, which are loaded when it is their turn, and what is measured.
-BENCHES = {
-    "trl": ("bench_trl:trl", "completions a second and peak memory against TRL's GRPOTrainer, program against program"),
-    "growth": ("bench_growth:growth", "time per token of a step at growing numbers and lengths of completions"),
-    "samplers": ("bench_samplers:samplers", "tokens a CPU second of the local sampler with each token sampler"),
-    "rewards": ("bench_rewards:rewards", "verifications a second on published answers, beside plain math-verify"),
-}
+TOOLS = Path(__file__).resolve().parent
+HOME = TOOLS.parents[1] / ".venv-trl"
 
 
 def flags() -> argparse.ArgumentParser:
-    """The command line. Flags stand here, so that --help and usage errors do not wait for torch."""
+    """The command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    named = parser.add_subparsers(dest="what", required=True)
-    of = {}
-    for name, (_, about) in BENCHES.items():
-        of[name] = named.add_parser(name, allow_abbrev=False, description=about, help=about)
-        of[name].add_argument("--out", type=Path, metavar="FILE", help="write the page there as well")
-    for name, steps in (("trl", 10), ("growth", 3)):
-        add = of[name].add_argument
-        add("--steps", type=int, default=steps, help=f"measured steps of each, in all (default {steps})")
-        add("--warm_up", type=int, default=2, help="steps before them, in every start (default 2)")
-        add("--rounds", type=int, default=2, help="starts of each, in turn (default 2)")
-        add("--threads", type=int, default=2, help="of each (default 2)")
-        add("--timeout", type=float, default=3600.0, metavar="S", help="seconds for one start (default 3600)")
-    of["trl"].add_argument("--scale", default="arithmetic,small", metavar="NAME,...", help="of bench_work.SCALES")
-    of["trl"].add_argument("--trl_python", type=Path, metavar="PATH", help="with TRL (default: .venv-trl, made)")
-    add = of["growth"].add_argument
-    add("--scale", default="growth", metavar="NAME", help="of bench_work.SCALES (default growth)")
-    add("--completions", default="64,128,256,512,1024", metavar="N,...", help="of the shortest length")
-    add("--lengths", default="32,64,128,256", metavar="T,...", help="of the fewest completions")
-    add = of["samplers"].add_argument
-    add("--model", required=True, metavar="MODEL", help="a Hugging Face folder")
-    add("--prompts", type=int, default=24, metavar="P", help="default 24")
-    add("--group_size", type=int, default=16, metavar="G", help="default 16")
-    add("--new_tokens", type=int, default=32, metavar="T", help="at most (default 32)")
-    add("--repeats", type=int, default=7, metavar="R", help="default 7")
-    add = of["rewards"].add_argument
-    add("--data", type=Path, required=True, metavar="DIR", help="with gsm8k/ and math/")
-    add("--rows", type=int, default=1000, metavar="N", help="problems of each test set (default 1000)")
+    add = parser.add_argument
+    add("--scale", default="arithmetic,small", metavar="NAME,...", help="of bench_work.SCALES (default %(default)s)")
+    add("--steps", type=int, default=10, help="measured steps of each side, in all (default %(default)s)")
+    add("--warm_up", type=int, default=2, help="steps before them, in every start (default %(default)s)")
+    add("--rounds", type=int, default=2, help="starts of each side, in turn (default %(default)s)")
+    add("--threads", type=int, default=2, help="of each side (default %(default)s)")
+    add("--timeout", type=float, default=3600.0, metavar="S", help="seconds for one start (default %(default)s)")
+    add("--trl_python", type=Path, metavar="PATH", help="of an environment with TRL (default: .venv-trl, made)")
+    add("--out", type=Path, metavar="FILE", help="write the page there as well")
     return parser
 
 
@@ -74,15 +56,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run the bench. Raises ValueError for flags that do not fit."""
-    module, _, function = BENCHES[args.what][0].partition(":")
-    bench: Callable[[argparse.Namespace], Iterable[str]] = getattr(importlib.import_module(module), function)
-    page = "\n".join([f"`python tools/bench {shlex.join(argv)}`", "", machine(), "", *bench(args)]).rstrip() + "\n"
+    """Measure every scale. Raises ValueError for a scale that there is not."""
+    from bench_work import SCALES  # needs torch
+
+    names = args.scale.split(",")
+    if unknown := {*names} - {*SCALES}:
+        raise ValueError(f"--scale: got {', '.join(sorted(unknown))}, expected some of {', '.join(SCALES)}")
+    python = args.trl_python or environment(HOME)
+    lines = [f"`python tools/bench {shlex.join(argv)}`", "", machine(), ""]
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            lines += [f"## {name}", "", *chapter(args, SCALES[name], python, Path(folder))]
+    page = "\n".join(lines).rstrip() + "\n"
     print(page, end="")
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(page)
     return 0
+
+
+def environment(home: Path) -> Path:
+    """The Python of an environment that has TRL, made now when it is not there."""
+    python = home / "bin" / "python"
+    if not python.exists():
+        print(f"making {home}", file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+        install = ["-m", "pip", "install", "--quiet", "-r", str(TOOLS / "trl.requirements.txt")]
+        subprocess.run([str(python), *install], check=True)
+    return python
 
 
 def machine() -> str:
@@ -91,25 +92,68 @@ def machine() -> str:
     import transformers
 
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    where = ", ".join(cards) if cards else f"{os.cpu_count()} CPU cores, {platform.processor() or platform.machine()}"
+    device = ", ".join(cards) or f"{os.cpu_count()} CPU cores, {platform.processor() or platform.machine()}"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    return f"{where}; {versions}"
+    return f"{device}; {versions}"
 
 
-def in_turn(sides: Mapping[str, Callable[[int], T]], rounds: int) -> dict[str, list[T]]:
-    """Every side's results; each round does all of them, so that what else the machine does meets each."""
-    results: dict[str, list[T]] = {name: [] for name in sides}
-    for number in range(rounds):
-        for name, side in sides.items():
-            results[name].append(side(number))
-            print(f"{name}, {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    return results
+def chapter(args: argparse.Namespace, work: "Work", python: Path, folder: Path) -> Iterator[str]:
+    """The page's lines about one scale. Both sides start in turn, so that what else the machine does meets each."""
+    from bench_work import make
+
+    shared = make(work, args.warm_up + ceil(args.steps / args.rounds), folder)
+    limits = {"warm_up": args.warm_up, "threads": args.threads, "deadline": args.timeout}
+    starts: dict[str, list[Measured]] = {"ours": [], "TRL": []}
+    for number in range(args.rounds):
+        starts["ours"].append(bench_sides.ours(shared, folder / f"ours{number}", **limits))
+        starts["TRL"].append(bench_sides.trl(shared, folder / f"trl{number}", python=python, **limits))
+        print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
+    both = {side: bench_sides.together(several) for side, several in starts.items()}
+    yield (
+        f"{shared['parameters']:,} parameters, {work.dtype}; {work.prompts} x {work.group_size} completions of up to "
+        f"{work.new_tokens} tokens after prompts of {shared['prompt_tokens']:.1f}; {len(both['ours'].steps)} steps of "
+        f"each side; starts of each, in turn: {args.rounds}, each with {args.warm_up} to warm up; threads: "
+        f"{args.threads}; tokens of a micro-batch of ours: {work.micro_tokens:,}, logits of a chunk of its head: "
+        f"{work.logits_chunk_elements:,}; rows of a micro-batch of TRL's: {work.trl_rows or 'all'}."
+    )
+    for side, result in both.items():
+        yield f"{side}: {', '.join(' '.join(package) for package in result.versions.items())}."
+    yield ""
+    yield from against(work, both["ours"], both["TRL"])
+    yield from phases(both["ours"])
+
+
+def against(work: "Work", ours: Measured, theirs: Measured) -> Iterator[str]:
+    """The table of both sides; a ratio is ours over theirs, and there is none where theirs is zero."""
+    speed_bar = work.speed_bar and f"at least {work.speed_bar:.1f}x"
+    memory_bar = work.memory_bar and f"at most {work.memory_bar:.2f}x"
+    rows = [
+        ("completions per second, median step", ".1f", Measured.rate, speed_bar),
+        ("seconds a step, median", ".2f", lambda side: median(side.of("seconds")), None),
+        ("tokens of a completion, mean", ".2f", lambda side: side.mean("length"), None),
+        ("calls of the tool in an episode, mean", ".2f", lambda side: side.mean("calls"), None),
+        ("peak memory, GB", ".2f", lambda side: side.peak / 1e9, memory_bar),
+    ]
+    pairs = [(what, form, figure(ours), figure(theirs), bar) for what, form, figure, bar in rows]
+    cells = [
+        (what, f"{a:{form}}", f"{b:{form}}", f"{a / b:.2f}x" if b else "", bar or "") for what, form, a, b, bar in pairs
+    ]
+    yield from table(("", "ours", "TRL", "ratio", "bar"), cells)
+
+
+def phases(ours: Measured) -> Iterator[str]:
+    """The table of where the time of our median step goes."""
+    whole = median(ours.of("seconds"))
+    names = sorted({name for step in ours.steps for name in step if name.startswith("time/")})
+    shown = {name: seconds for name in names if (seconds := median(ours.of(name))) >= 0.005 * whole}
+    medians = ("seconds, median", *(f"{seconds:.3f}" for seconds in shown.values()))
+    shares = ("share of a step", *(f"{seconds / whole:.0%}" for seconds in shown.values()))
+    yield from table(("ours", *(name.removeprefix("time/") for name in shown)), [medians, shares])
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """The lines of a markdown table."""
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
     yield ""

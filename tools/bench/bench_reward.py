@@ -1,4 +1,4 @@
-"""Reward and tool of `tools/bench trl`, the same functions on both sides. No torch, nothing of the project in here."""
+"""Reward and tool of `tools/bench`, the same functions on both sides. No torch, nothing of the project in here."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""The two programs of `tools/bench trl`: how each is started, watched until it ends, and what it left behind."""
+"""The two programs of `tools/bench`: how each is started, watched until it ends, and what it left behind."""
 
 import json
 import os
@@ -6,14 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-import bench_work
 import psutil
-import torch
-import transformers
 
 from grpo_fn.core.json_lines import metrics_by_step
 
@@ -44,16 +42,17 @@ class Measured(NamedTuple):
 
 def together(several: list[Measured]) -> Measured:
     """The steps of several starts; the highest peak."""
-    steps = [step for one in several for step in one.steps]
-    return Measured(steps, max(one.peak for one in several), several[0].versions)
+    steps = [step for start in several for step in start.steps]
+    return Measured(steps, max(start.peak for start in several), several[0].versions)
 
 
 def ours(shared: dict[str, Any], folder: Path, *, warm_up: int, threads: int, deadline: float) -> Measured:
     """`python -m grpo_fn.run` on the work, timed by its own metrics."""
+    from bench_work import gin_flags  # needs torch
+
     folder.mkdir()
-    (folder / "bench.gin").write_text(bench_work.gin(shared))
     run = folder / "run"
-    command = [sys.executable, "-m", "grpo_fn.run", "--gin_file", str(folder / "bench.gin"), "--run_dir", str(run)]
+    command = [sys.executable, "-m", "grpo_fn.run", *gin_flags(shared), "--run_dir", str(run)]
     peak = watched(command, folder, threads=threads, deadline=deadline)
     return of_ours(metrics_by_step(run, torn_end=False), warm_up, peak)
 
@@ -70,7 +69,7 @@ def of_ours(metrics: Mapping[int, dict[str, float | None]], warm_up: int, peak: 
         steps.append({"seconds": seconds, "rows": rows, "length": line["generation/tokens"] / rows, **phases})
         if "episode/tool_calls" in line:
             steps[-1]["calls"] = line["episode/tool_calls"]
-    return Measured(steps, peak, {"torch": torch.__version__, "transformers": transformers.__version__})
+    return Measured(steps, peak, {name: version(name) for name in ("torch", "transformers")})
 
 
 def trl(shared: dict[str, Any], folder: Path, *, python: Path, warm_up: int, threads: int, deadline: float) -> Measured:
@@ -108,11 +107,11 @@ def watched(command: list[str], folder: Path, *, threads: int, deadline: float) 
             late = program.poll() is None
             program.kill()
             program.wait()
-    said = f"{' '.join(command[:3])}: {log.read_text()[-4000:]}"
+    output = f"{' '.join(command[:3])}: {log.read_text()[-4000:]}"
     if late:
-        raise TimeoutError(f"not over after {deadline:.0f} s; {said}")
+        raise TimeoutError(f"not over after {deadline:.0f} s; {output}")
     if program.returncode:
-        raise RuntimeError(f"ended with {program.returncode}; {said}")
+        raise RuntimeError(f"ended with {program.returncode}; {output}")
     return peak + helpers
 
 

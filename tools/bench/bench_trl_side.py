@@ -1,4 +1,4 @@
-"""TRL's side of `tools/bench trl`: GRPOTrainer on the work of a folder. Only TRL's own environment runs this file.
+"""TRL's side of `tools/bench`: GRPOTrainer on the work of a folder. Only TRL's own environment runs this file.
 
     .venv-trl/bin/python tools/bench/bench_trl_side.py WORK.json OUT.json
 

@@ -1,23 +1,29 @@
-"""The work of `tools/bench trl` and `growth`: a model folder, prompts in a file, and how much of it is done."""
+"""The work of `tools/bench`: a model folder, prompts in a file, and how much of it is done."""
 
 import json
 import os
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import bench_calculator
+import bench_reward
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fn.core import prng
-from grpo_fn.shell.model import hf, tiny_model
-from grpo_fn.shell.model.tiny_tool_model import ToolWarmStart
-from grpo_fn.tasks import arithmetic
+from grpo_fn.environments.tools import describe_tools
+from grpo_fn.shell.model import hf, tiny_model, tiny_tool_model
+from grpo_fn.tasks import arithmetic, calculation
 
 WORDS = 40_000  # of the text that a vocabulary of 32,000 entries is learned from
 TOKENS = 32_000  # of a tokenizer, at most: further entries of a model's vocabulary spell nothing
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-LR, BETA2 = 1e-6, 0.99
+MAX_VALUE, HELD_OUT = 99, 128  # of the calculator's questions
+MAX_TURNS = 3
+TOTAL = 128  # tokens of a slot of an episode: more than the question, all that is sampled and two observations
+DESCRIPTION = describe_tools({"calculator": bench_reward.calculator})  # the tool's schema, as chat templates write it
+CALLS = partial(tiny_tool_model.ToolWarmStart, rows=16, lr=3e-3, tool_share=1.0)  # shows nothing but calls of the tool
 
 
 class Work(NamedTuple):
@@ -31,8 +37,7 @@ class Work(NamedTuple):
     micro_tokens: int = 16_384  # of ours, in one forward and backward pass
     logits_chunk_elements: int = 2**24  # of ours, logits in one chunk of the head
     trl_rows: int = 0  # of a micro-batch of TRL's; 0: all
-    max_rows: int = 1024  # that our sampler decodes at once
-    warm_start: ToolWarmStart | None = None  # towards calls of the calculator; None: completions, no episodes
+    warm_start: tiny_tool_model.ToolWarmStart | None = None  # towards calls of the calculator; None: no episodes
     instructions: str = ""  # system message of an episode
     dtype: str = "float32"  # that both sides compute in, over weights in float32
     speed_bar: float | None = None  # completions per second, at least so many times TRL's; None: no bar
@@ -43,37 +48,22 @@ def shape(
     vocabulary: int, hidden: int, layers: int, heads: int, intermediate: int, positions: int, kv_heads: int = 0
 ) -> tiny_model.Shape:
     """A Qwen2's sizes; without `kv_heads` as many key and value heads as others."""
-    return tiny_model.Shape(
-        vocabulary=vocabulary,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads or heads,
-        intermediate=intermediate,
-        positions=positions,
-    )
+    sizes = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads or heads}
+    return tiny_model.Shape(vocabulary=vocabulary, **sizes, intermediate=intermediate, positions=positions)
 
 
-CALLS = bench_calculator.WarmStart
+# Qwen2.5-0.5B's shape is for a card, in bfloat16; TRL takes 32 rows at once, more do not fit.
+HALF_B = Work(shape(151_936, 896, 24, 14, 4864, 1024, 2), 32, 16, 128, 512, 32_768, 2**27, 32, dtype="bfloat16")
+CALCULATOR = Work(shape(276, 128, 2, 4, 384, 160), 16, 16, 0, 64, warm_start=CALLS(steps=150), speed_bar=2.5)
 SCALES = {
     "tiny": Work(shape(352, 32, 1, 2, 64, 128), 2, 4, 0, 4),
     "arithmetic": Work(shape(352, 128, 2, 4, 512, 128), 32, 16, 0, 9, speed_bar=2.5),
     "small": Work(shape(32_000, 384, 8, 6, 1024, 256), 8, 8, 64, 128, 2048, 2**26, speed_bar=3.0, memory_bar=1 / 3),
-    # Qwen2.5-0.5B's shape for a card, in bfloat16; TRL takes 32 rows at once, more do not fit.
-    "0.5b": Work(
-        shape(151_936, 896, 24, 14, 4864, 1024, 2), 32, 16, 128, 512, 32_768, 2**27, 32, dtype="bfloat16", speed_bar=3.0
-    ),
-    "growth": Work(shape(1024, 128, 2, 2, 512, 512), 8, 8, 8, 32, 4096, max_rows=64),
-    "calculator_tiny": Work(shape(276, 32, 1, 2, 64, 160), 2, 4, 0, 64, warm_start=CALLS(steps=2, lr=3e-3)),
-    "calculator": Work(
-        shape(276, 128, 2, 4, 384, 160), 16, 16, 0, 64, warm_start=CALLS(steps=150, lr=3e-3), speed_bar=2.5
-    ),
-    "calculator_described": Work(
-        shape(276, 128, 2, 4, 384, 512),
-        *(16, 16, 0, 64),
-        warm_start=CALLS(steps=400, lr=3e-3),
-        instructions=bench_calculator.DESCRIPTION,
-        speed_bar=2.5,
+    "0.5b": HALF_B._replace(speed_bar=3.0),
+    "calculator_tiny": Work(shape(276, 32, 1, 2, 64, 160), 2, 4, 0, 64, warm_start=CALLS(steps=2)),
+    "calculator": CALCULATOR,
+    "calculator_described": CALCULATOR._replace(
+        shape=shape(276, 128, 2, 4, 384, 512), warm_start=CALLS(steps=400), instructions=DESCRIPTION
     ),
 }
 
@@ -81,16 +71,7 @@ SCALES = {
 def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
     """Write the model and the prompts of so many steps to `folder`; returns the settings that both sides share."""
     count = work.prompts * steps + 1  # one is held out: a run of ours has to hold out
-    if work.warm_start is None:
-        asked = make_random(work, count, folder)
-    else:
-        asked = bench_calculator.make(
-            work.shape,
-            work.warm_start,
-            instructions=work.instructions,
-            count=count,
-            folder=folder,
-        )
+    openings = (make_calls if work.warm_start else make_random)(work, count, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     shared = work._asdict()
@@ -99,22 +80,21 @@ def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
         "model": str(folder / "model"),
         "prompts_file": str(folder / "prompts.jsonl"),
         "chats_file": str(folder / "chats.jsonl") if work.warm_start else None,
-        "max_turns": bench_calculator.MAX_TURNS if work.warm_start else None,
-        "workers": max(1, (os.cpu_count() or 1) // 4),  # of the environment, for calls that come at once
-        "total_tokens": bench_calculator.TOTAL + len(tokenizer(work.instructions)["input_ids"]),
+        "max_turns": MAX_TURNS if work.warm_start else None,
+        "total_tokens": TOTAL + len(tokenizer(work.instructions)["input_ids"]),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "prompt_tokens": sum(len(tokenizer(prompt)["input_ids"]) for prompt in asked) / len(asked),
+        "prompt_tokens": sum(len(tokenizer(text)["input_ids"]) for text in openings) / len(openings),
         "steps": steps,
-        "lr": LR,
-        "beta2": BETA2,
+        "lr": 1e-6,
+        "beta2": 0.99,
     }
 
 
 def make_random(work: Work, count: int, folder: Path) -> list[str]:
     """Write a model with random weights and so many distinct prompts, which are returned."""
     key, task = prng.key(0, device="cpu"), arithmetic.task(max_value=5, operations=3, test_size=128)
-    of_text, of_prompts = prng.fold_in(key, 1), prng.fold_in(key, 2)
-    texts = [words(of_text, WORDS)] if work.prompt_tokens else arithmetic.corpus(task, of_text, 4000)
+    text_key, prompt_key = prng.fold_in(key, 1), prng.fold_in(key, 2)
+    texts = [words(text_key, WORDS)] if work.prompt_tokens else arithmetic.corpus(task, text_key, 4000)
     tokenizer = tiny_model.train_tokenizer(texts, vocabulary=min(TOKENS, work.shape.vocabulary))
     model = tiny_model.random_model(work.shape, seed=0, eos=tokenizer.eos_token_id)
     hf.export(model, tokenizer, folder / "model")
@@ -122,16 +102,15 @@ def make_random(work: Work, count: int, folder: Path) -> list[str]:
     number = 0
     while len(prompts) < count:
         if work.prompt_tokens:
-            ids = tokenizer(words(prng.fold_in(of_prompts, number), work.prompt_tokens))["input_ids"]
+            ids = tokenizer(words(prng.fold_in(prompt_key, number), work.prompt_tokens))["input_ids"]
             text = tokenizer.decode(ids[: work.prompt_tokens])
             # Tokens cut off may be others once they are put together again.
             fits = len(tokenizer(text)["input_ids"]) == work.prompt_tokens
         else:
-            text, fits = task.train(of_prompts, number).prompt, True
+            text, fits = task.train(prompt_key, number).prompt, True
         prompts |= {text: None} if fits else {}
         number += 1
-    rows = "".join(json.dumps({"prompt": prompt, "answer": "0"}) + "\n" for prompt in prompts)
-    (folder / "prompts.jsonl").write_text(rows)
+    write_lines(folder / "prompts.jsonl", [{"prompt": prompt, "answer": "0"} for prompt in prompts])
     return list(prompts)
 
 
@@ -142,60 +121,63 @@ def words(key: torch.Tensor, count: int) -> str:
     return " ".join("".join(LETTERS[i] for i in row[:n]) for row, n in zip(letters, lengths, strict=True))
 
 
-def gin(shared: dict[str, Any]) -> str:
-    """Our run file."""
-    return GIN.format(**shared) + (bench_calculator.EPISODES.format(**shared) if shared["max_turns"] else "")
+def make_calls(work: Work, count: int, folder: Path) -> list[str]:
+    """Write a model that calls the calculator and so many questions; returns the texts that episodes begin with."""
+    recipe = tiny_tool_model.ToolRecipe(
+        max_value=MAX_VALUE,
+        test_size=HELD_OUT,
+        instructions=work.instructions,
+        before="\n",
+        after="\n",
+        shape=work.shape,
+        initializer_range=0.07,  # that of gin/run/calculator.gin
+        warm_start=work.warm_start,
+        seed=0,
+        cache=str(folder),
+    )
+    device, report = "cuda" if torch.cuda.is_available() else "cpu", partial(print, file=sys.stderr, flush=True)
+    tiny_tool_model.make_tool_model(recipe, folder / "model", device=device, report=report)
+    task, key = calculation.task(max_value=MAX_VALUE, test_size=HELD_OUT), prng.key(1, device="cpu")
+    questions = list(dict.fromkeys(task.train(key, uid).prompt for uid in range(2 * count)))[:count]
+    system = [{"role": "system", "content": work.instructions}] if work.instructions else []
+    chats = [{"prompt": [*system, {"role": "user", "content": question}]} for question in questions]
+    write_lines(folder / "prompts.jsonl", [{"prompt": question, "answer": "0"} for question in questions])
+    write_lines(folder / "chats.jsonl", chats)
+    return [f"{work.instructions}\n{question}" if work.instructions else question for question in questions]
 
 
-GIN = """# Written by tools/bench.
-from __gin__ import dynamic_registration
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a file of JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-import bench_reward
-from grpo_fn.algo import kl
-from grpo_fn.algo import losses
-from grpo_fn.algo import objective
-from grpo_fn.algo import step
-from grpo_fn.trainer import sections
-from grpo_fn import train
-from grpo_fn.rewards import combine
-from grpo_fn.shell.policy import optimizer
-from grpo_fn.shell.model import logprob_model
-from grpo_fn.tasks import rows
 
-include "base.gin"
-include "algo/grpo.gin"
-include "task/rows.gin"
-
-STEPS = {steps}
-SEED = 0
-DATA = "{prompts_file}"
-PROMPT_FIELD = "prompt"
-
-train.train.model = "{model}"
-sections.Compute.dtype = "{dtype}"
-step.Algorithm.prompts = {prompts}
-step.Algorithm.group_size = {group_size}
-sections.Sampling.max_new_tokens = {new_tokens}
-sections.Sampling.max_rows = {max_rows}
-sections.PolicyUpdate.micro_tokens = {micro_tokens}
-sections.Compute.logits_chunk_elements = {logits_chunk_elements}
-sections.Evaluation.problems = 1
-rows.hold_out.test_size = 1
-rows.read_problems.template = "{{prompt}}"
-
-combine.combine.parts = [@bench_reward.ours]
-combine.combine.weights = [1.0]
-sections.Evaluation.graders = [@bench_reward.ours]
-
-losses.clipped_ratio.clip_low = 0.2
-losses.clipped_ratio.clip_high = 0.2
-objective.policy_objective.beta = 0.0
-optimizer.adamw.lr = {lr}
-optimizer.adamw.beta2 = {beta2}
-optimizer.constant.warmup = 0
-
-# Off, because the other side has nothing like it: checksums of every step, tables of samples, pages of signals.
-sections.Logging.checksums_every = 0
-sections.Logging.samples_every = 0
-sections.Logging.token_report_every = 0
-"""
+def gin_flags(shared: dict[str, Any]) -> list[str]:
+    """The flags of our run: the gin files beside this one, and the work."""
+    names = {
+        "STEPS": "steps",
+        "DATA": "prompts_file",
+        "train.train.model": "model",
+        "sections.Compute.dtype": "dtype",
+        "sections.Compute.logits_chunk_elements": "logits_chunk_elements",
+        "step.Algorithm.prompts": "prompts",
+        "step.Algorithm.group_size": "group_size",
+        "sections.Sampling.max_new_tokens": "new_tokens",
+        "sections.PolicyUpdate.micro_tokens": "micro_tokens",
+        "optimizer.adamw.lr": "lr",
+        "optimizer.adamw.beta2": "beta2",
+    }
+    files, bindings = ["bench.gin"], {knob: shared[name] for knob, name in names.items()}
+    if shared["max_turns"]:
+        files.append("episodes.gin")
+        bindings |= {
+            "sections.Episodes.max_turns": MAX_TURNS,
+            "sections.Episodes.max_turn_tokens": shared["new_tokens"],
+            "sections.Episodes.workers": max(1, (os.cpu_count() or 1) // 4),  # for calls that come at once
+            "sections.Sampling.max_total_tokens": shared["total_tokens"],
+            "tool_use.environment.instructions": shared["instructions"],
+            "tool_use.environment.max_turns": MAX_TURNS,
+        }
+    here = Path(__file__).resolve().parent
+    flags = [("--gin_file", str(here / file)) for file in files]
+    flags += [("--gin_param", f"{knob}={value!r}") for knob, value in bindings.items()]
+    return [part for flag in flags for part in flag]
