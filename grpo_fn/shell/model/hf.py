@@ -21,7 +21,7 @@ from transformers import (
 from grpo_fn.core.conversation import Conversation
 from grpo_fn.shell.atomic_io import flush_file, flush_tree
 
-# A prompt to the token ids that the completion follows: encode_prompt, bare_prompt.
+# A prompt to the token ids that the completion follows: encode_prompt, with_system, bare_prompt.
 Encode = Callable[[PreTrainedTokenizerBase, str], list[int]]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -162,6 +162,26 @@ def bare_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     if isinstance(prompt, Conversation):
         raise ValueError("encode_prompt: got chat messages for hf.bare_prompt, wanted text, or hf.encode_prompt")
     return tokenizer(prompt, add_special_tokens=True)["input_ids"]
+
+
+def with_system(tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str) -> list[int]:
+    """Token ids of a prompt in the tokenizer's chat template, after a system turn.
+
+    Args:
+        tokenizer: the policy's.
+        prompt: text, one user turn, or a Conversation without a system message, whose messages are the turns.
+        system: the text of the system turn.
+
+    Returns:
+        The ids which the completion follows.
+
+    Raises:
+        ValueError: for a tokenizer without a chat template, and for a Conversation that has a system message.
+    """
+    turns = prompt.messages if isinstance(prompt, Conversation) else [{"role": "user", "content": prompt}]
+    if turns[0]["role"] == "system":
+        raise ValueError("with_system: got messages that begin with a system message, wanted hf.encode_prompt for them")
+    return _apply_chat_template(tokenizer, [{"role": "system", "content": system}, *turns])
 
 
 def _apply_chat_template(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> list[int]:

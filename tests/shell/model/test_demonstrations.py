@@ -1,6 +1,7 @@
 """A demonstration's tokens are those that the policy reads and samples, and what learns is the assistant's alone."""
 
 import json
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
@@ -68,11 +69,7 @@ def test_what_learns_by_each_knob() -> None:
 
 
 def test_a_system_turn_of_the_run_is_read_too() -> None:
-    def encode(tokenizer, prompt):
-        turns = prompt.messages if isinstance(prompt, Conversation) else [{"role": "user", "content": prompt}]
-        messages = [{"role": "system", "content": "Be brief."}, *turns]
-        return hf.encode_prompt(tokenizer, Conversation(json.dumps(messages)))
-
+    encode = partial(hf.with_system, system="Be brief.")
     row = demonstrations.assistant_turns(CHAT, problem(conversation("Hi", "Yes?", "1+1"), "2"), encode=encode)
     assert CHAT.decode(row.tokens).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi")
     assert learned(row, CHAT) == "Yes?<|im_end|>|2<|im_end|>"

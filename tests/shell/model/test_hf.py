@@ -198,6 +198,16 @@ def test_with_a_chat_template_the_prompt_is_one_user_turn(tmp_path: Path):
     assert ids == tokenizer()(wanted)["input_ids"]
 
 
+def test_a_system_turn_comes_first_and_needs_a_template():
+    chatty = deepcopy(tokenizer())
+    with pytest.raises(ValueError, match="got system and user messages for a tokenizer without a chat template"):
+        hf.with_system(chatty, "Tom", system="Be brief.")
+    chatty.chat_template = CHAT_TEMPLATE
+    wanted = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTom<|im_end|>\n<|im_start|>assistant\n"
+    assert hf.with_system(chatty, "Tom", system="Be brief.") == tokenizer()(wanted)["input_ids"]
+    assert hf.bare_prompt(chatty, "Tom") == tokenizer()("Tom")["input_ids"]
+
+
 def test_the_messages_of_a_conversation_are_the_turns_of_the_chat_template():
     chatty, messages = (
         deepcopy(tokenizer()),
@@ -210,9 +220,12 @@ def test_the_messages_of_a_conversation_are_the_turns_of_the_chat_template():
     wanted = "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nTom<|im_end|>\n<|im_start|>assistant\n"
     assert hf.encode_prompt(chatty, prompt) == tokenizer()(wanted)["input_ids"]
     assert hf.encode_prompt(chatty, pickle.loads(pickle.dumps(prompt))) == tokenizer()(wanted)["input_ids"]
-    assert hf.bare_prompt(chatty, "Tom") == tokenizer()("Tom")["input_ids"]
+    with pytest.raises(ValueError, match="got messages that begin with a system message"):
+        hf.with_system(chatty, prompt, system="Be brief.")
     with pytest.raises(ValueError, match=r"got chat messages for hf\.bare_prompt"):
         hf.bare_prompt(chatty, prompt)
+    more = chat_prompt([*messages[1:], {"role": "assistant", "content": "has 12"}, *messages[1:]], str)
+    assert hf.with_system(chatty, more, system="Brief.")[: len(ids := hf.encode_prompt(chatty, prompt)) - 4] == ids[:-4]
 
 
 # -- devices and dtypes
