@@ -27,8 +27,7 @@ from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.stopwatch import Stopwatch
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import check_attention
-from grpo_fn.shell.sampler.interface import EngineSampler, SamplerContext
-from grpo_fn.shell.sampler.weight_export import FixedWeights
+from grpo_fn.shell.sampler.interface import EngineSampler, FixedWeights, SamplerContext
 from grpo_fn.shell.world import alone, find_device
 from grpo_fn.tasks.task import held_out_only, sample_tests
 from grpo_fn.trainer.build import prepare_data, sampler_options

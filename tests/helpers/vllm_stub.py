@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from safetensors.torch import load
 
-from grpo_fn.shell.sampler.fingerprint import NOTHING, weight_fingerprint
+from grpo_fn.shell.vllm.fingerprint import NOTHING, weight_fingerprint
 
 WELL = {"backend": "grpo_file", "logprobs_mode": "processed_logprobs", "dtype": "float32"}
 

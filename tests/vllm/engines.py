@@ -25,8 +25,7 @@ from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import encode_prompt
-from grpo_fn.shell.sampler.interface import SamplerContext, SamplerOptions
-from grpo_fn.shell.sampler.weight_export import FixedWeights
+from grpo_fn.shell.sampler.interface import FixedWeights, SamplerContext, SamplerOptions
 from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated_sampler
 from grpo_fn.shell.world import alone
 

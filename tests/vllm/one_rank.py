@@ -21,8 +21,9 @@ from fakes import tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_fn.core import prng
-from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext, StaleEngine
-from grpo_fn.shell.sampler.weight_export import export_weights
+from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext
+from grpo_fn.shell.vllm.engine import StaleEngine
+from grpo_fn.shell.vllm.vllm_sampler import export_weights
 from grpo_fn.shell.world import World, join_world
 
 KEY = prng.key(5, device="cpu")
@@ -40,7 +41,7 @@ def measure(world: World, folder: str, tensor_parallel: int) -> dict[str, Any]:
         case, spread, gaps = Case(model, context, sampler), DataParallelSampler(sampler, world), []
         for seed in (1, 2):
             refill(model, seed)
-            receipt = sampler.engine.push(export_weights(case.policy(), context), version=seed)
+            receipt = sampler.engine.push_weights(export_weights(case.policy(), context), version=seed)
             rollout = spread.sample(asked(TEXTS), 3, key=KEY)
             gaps.append(case.gap(rollout))
         turns = replace(

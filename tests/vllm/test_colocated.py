@@ -23,9 +23,10 @@ from torch.distributed.fsdp import fully_shard
 from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.sampling import categorical, greedy, nucleus
-from grpo_fn.shell.sampler.interface import StaleEngine
-from grpo_fn.shell.sampler.weight_export import HEAD, export_weights
-from grpo_fn.shell.vllm.options import BATCHED
+from grpo_fn.shell.vllm.colocated import BATCHED
+from grpo_fn.shell.vllm.engine import StaleEngine
+from grpo_fn.shell.vllm.fingerprint import HEAD
+from grpo_fn.shell.vllm.vllm_sampler import export_weights
 
 pytestmark = pytest.mark.xdist_group("vllm")
 EXAMPLES = settings.default.max_examples
@@ -216,7 +217,7 @@ def test_a_row_may_be_as_long_as_the_model_allows(plain: Case) -> None:
 
 def test_what_is_held_is_what_was_sent(one: Case) -> None:
     refill(one.model, 8)
-    receipt = one.sampler.engine.push(export_weights(one.policy(), one.context), version=77)
+    receipt = one.sampler.engine.push_weights(export_weights(one.policy(), one.context), version=77)
     assert receipt.version == 77
     assert receipt.held == receipt.sent
 
@@ -262,7 +263,7 @@ def test_pushes_of_wrong_names_or_shapes_are_refused(plain: Case, fault: str) ->
         "shape": [(name, x.T if name == some else x) for name, x in weights.items()],
     }[fault]
     with pytest.raises(ValueError, match=r"push: got .*up_proj"):
-        plain.sampler.engine.push(iter(odd), version=1)
+        plain.sampler.engine.push_weights(iter(odd), version=1)
     with pytest.raises(RuntimeError, match="wanted a push first"):
         plain.sampler.sample(asked(["Tom"]), 1, key=KEY)
     plain.renewed(10)
@@ -286,7 +287,7 @@ def test_minus_zero_is_as_good_as_zero(plain: Case) -> None:
     refill(plain.model, 11)
     with torch.no_grad():
         plain.model.model.layers[0].mlp.up_proj.weight[:7] = -0.0
-    receipt = plain.sampler.engine.push(export_weights(plain.policy(), plain.context), version=3)
+    receipt = plain.sampler.engine.push_weights(export_weights(plain.policy(), plain.context), version=3)
     assert receipt.held == receipt.sent
 
 
@@ -344,7 +345,8 @@ def test_the_deadline_names_what_is_unfinished_and_leaves_nothing_behind(
     plain: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain.renewed(13)
-    monkeypatch.setattr(plain.sampler.engine, "deadline", 1e-6)
+    engine = plain.sampler.engine
+    monkeypatch.setattr(engine, "options", replace(engine.options, generate_timeout=1e-6))
     with pytest.raises(TimeoutError, match="got 6 of 6 requests unfinished after 0 s, wanted all within 1e-06"):
         plain.sampler.sample(asked(["Tom", "a"]), 3, key=KEY)
     monkeypatch.undo()
@@ -370,7 +372,7 @@ def test_before_any_push_it_holds_the_folders_weights(tmp_path: Path) -> None:
 def test_half_precision_is_held_bit_for_bit(tmp_path: Path) -> None:
     with case("qwen2", tmp_path / "model", tied=False, dtype=torch.bfloat16) as made:
         refill(made.model, 1)
-        receipt = made.sampler.engine.push(export_weights(made.policy(), made.context), version=0)
+        receipt = made.sampler.engine.push_weights(export_weights(made.policy(), made.context), version=0)
         assert receipt.held == receipt.sent
         assert made.gap(made.sampler.sample(asked(["Tom"]), 2, key=KEY)) < 0.5
 

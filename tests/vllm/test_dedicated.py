@@ -25,9 +25,10 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.sampling import categorical
 from grpo_fn.shell.model.hf import encode_prompt
-from grpo_fn.shell.sampler.interface import GenerationRequest, SamplerContext, SamplerOptions, verify_receipt
+from grpo_fn.shell.sampler.interface import SamplerContext, SamplerOptions
 from grpo_fn.shell.vllm import vllm_servers, vllm_transfer
 from grpo_fn.shell.vllm.client import FIELDS, Server, Unreachable
+from grpo_fn.shell.vllm.engine import GenerationRequest
 from grpo_fn.shell.vllm.vllm_sampler import VllmSampler
 from grpo_fn.shell.vllm.vllm_servers import DedicatedEngine
 from grpo_fn.shell.world import World
@@ -35,9 +36,9 @@ from grpo_fn.shell.world import World
 ROOT = Path(__file__).parents[2]
 START = 300.0  # seconds that a server may take to start where other work goes on; alone it takes 30 to 50
 TEMPERATURE = 0.7
-HOW = {"temperature": TEMPERATURE, "max_tokens": 8, "ignore_eos": True}
+PARAMS = {"temperature": TEMPERATURE, "ignore_eos": True}
 LONG = tuple(i * 7 % 300 for i in range(300))  # two blocks of cached prefixes and a part of one
-ASKS = [GenerationRequest((1, 2, 3), (5, 6, 2**31 - 1)), GenerationRequest(LONG, (7, 5))]
+REQUESTS = [GenerationRequest((1, 2, 3), (5, 6, 2**31 - 1), 8), GenerationRequest(LONG, (7, 5), 8)]
 CLOSE = 2e-5  # nats between log-probs of float32 from here and from there
 
 
@@ -74,9 +75,9 @@ def own_logp(module, prompt, tokens):
     return (logits / TEMPERATURE).log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
 
 
-def gap(module, asks, answers):
+def gap(module, requests, answers):
     """The largest over all tokens."""
-    pairs = [(ask.prompt, one) for ask, row in zip(asks, answers, strict=True) for one in row]
+    pairs = [(request.prompt, one) for request, row in zip(requests, answers, strict=True) for one in row]
     return max(float((own_logp(module, p, a.tokens) - torch.tensor(a.logp)).abs().max()) for p, a in pairs)
 
 
@@ -191,15 +192,15 @@ def both_well(servers):
 # Before `servers` begins to look after the same servers: what another run has given them it takes for old weights.
 def test_a_swap_in_mid_decode_goes_on_with_the_new_weights(processes, tmp_path):
     old, new = model(1), model(2)
-    asks = [GenerationRequest(LONG, (1, 2))]
+    requests = [GenerationRequest(LONG, (1, 2), 800)]
     with_keep = engine(processes, tmp_path, pause="keep")
-    with_keep.push(weights(old), version=1)
+    with_keep.push_weights(weights(old), version=1)
     found = []
-    asking = partial(with_keep.generate, asks, how={**HOW, "max_tokens": 800})
+    asking = partial(with_keep.generate, requests, params=PARAMS)
     thread = threading.Thread(target=lambda: found.extend(asking()))
     thread.start()
     running(processes, 2)
-    with_keep.push(weights(new), version=2)
+    with_keep.push_weights(weights(new), version=2)
     assert not found, "the swap came after the end"
     thread.join(120)
     ((*answers,),) = found
@@ -212,7 +213,7 @@ def test_a_swap_in_mid_decode_goes_on_with_the_new_weights(processes, tmp_path):
         turn = int(by_old.int().cumprod(0).sum())
         assert 0 < turn < 800
         assert by_new[turn:].all(), "what comes after the swap is not the new weights' alone"
-    assert gap(new, ASKS, with_keep.generate(ASKS, how=HOW)) < CLOSE
+    assert gap(new, REQUESTS, with_keep.generate(REQUESTS, params=PARAMS)) < CLOSE
     with_keep.close()
 
 
@@ -226,30 +227,30 @@ def servers(processes, tmp_path_factory):
 def test_tokens_and_log_probs_are_of_the_weights_pushed_last(servers):
     for version in (1, 2, 3):
         trained = model(version)
-        receipt = verify_receipt(servers.push(weights(trained), version=version))
+        receipt = servers.push_weights(weights(trained), version=version)
         assert receipt.held == receipt.sent
-        answers = servers.generate(ASKS, how=HOW)
-        assert gap(trained, ASKS, answers) < CLOSE
-        assert gap(model(version - 1), ASKS, answers) > 0.1
+        answers = servers.generate(REQUESTS, params=PARAMS)
+        assert gap(trained, REQUESTS, answers) < CLOSE
+        assert gap(model(version - 1), REQUESTS, answers) > 0.1
         assert {one.oldest for row in answers for one in row} == {version}
         assert all(len(one.tokens) == 8 and not one.stopped for row in answers for one in row)
 
 
 def test_a_completion_depends_on_its_prompt_and_seed_alone(servers):
-    servers.push(weights(model(1)), version=4)
-    together = servers.generate(ASKS, how=HOW)
-    for ask, row in zip(ASKS, together, strict=True):
-        for seed, answer in zip(ask.seeds, row, strict=True):
-            ((alone,),) = servers.generate([GenerationRequest(ask.prompt, (seed,))], how=HOW)
+    servers.push_weights(weights(model(1)), version=4)
+    together = servers.generate(REQUESTS, params=PARAMS)
+    for request, row in zip(REQUESTS, together, strict=True):
+        for seed, answer in zip(request.seeds, row, strict=True):
+            ((alone,),) = servers.generate([request._replace(seeds=(seed,))], params=PARAMS)
             assert alone == answer
     assert len({tuple(one.tokens) for one in together[0]}) == 3
 
 
 def test_the_token_that_stops_is_part_of_the_completion(servers):
-    servers.push(weights(model(1)), version=5)
-    (plain,) = servers.generate([ASKS[0]], how=HOW)
+    servers.push_weights(weights(model(1)), version=5)
+    (plain,) = servers.generate([REQUESTS[0]], params=PARAMS)
     third = plain[0].tokens[2]
-    (cut,) = servers.generate([ASKS[0]], how={**HOW, "stop_token_ids": [third]})
+    (cut,) = servers.generate([REQUESTS[0]], params={**PARAMS, "stop_token_ids": [third]})
     assert cut[0].tokens == plain[0].tokens[: plain[0].tokens.index(third) + 1]
     assert cut[0].stopped
 
@@ -262,27 +263,28 @@ def test_an_update_that_broke_off_is_given_up_and_a_wrong_file_is_refused(proces
         transfer = vllm_transfer.FileTransfer(folder=str(tmp_path), keep=True)
         parts = list(vllm_transfer.chunks(weights(model(9)), CHUNK))
         info, _ = transfer.meeting(server.url, 1)
-        await server.join(info)
-        await server.pause("keep")
-        await server.begin()
-        await server.take(transfer.offer(parts[0]))
-        await server.take(transfer.offer(parts[1]))
+        await server.post("/init_weight_transfer_engine", json={"init_info": info})
+        await server.post("/pause", params={"mode": "keep"})
+        await server.post("/start_weight_update")
+        for part in parts[:2]:
+            await server.post("/update_weights", json={"update_info": transfer.offer(part)})
+        wrong = {**transfer.offer(parts[2]), "sha256": "0" * 64}
         with pytest.raises(Unreachable, match="hash"):
-            await server.take({**transfer.offer(parts[2]), "sha256": "0" * 64})
+            await server.post("/update_weights", json={"update_info": wrong})
         await server.close()
         transfer.close()
 
     # Who looks after the servers would find one amid an update, give that up and bring the newest weights itself.
     swapping = servers._updater.swapping
-    servers._do(swapping.acquire())
+    servers._run(swapping.acquire())
     try:
         asyncio.run(half())
     finally:
         servers._loop.call_soon_threadsafe(swapping.release)
-    servers.push(weights(model(3)), version=6)
-    assert gap(model(3), ASKS, servers.generate(ASKS, how=HOW)) < CLOSE
+    servers.push_weights(weights(model(3)), version=6)
+    assert gap(model(3), REQUESTS, servers.generate(REQUESTS, params=PARAMS)) < CLOSE
     both_well(servers)
-    assert gap(model(3), ASKS * 4, servers.generate(ASKS * 4, how=HOW)) < CLOSE
+    assert gap(model(3), REQUESTS * 4, servers.generate(REQUESTS * 4, params=PARAMS)) < CLOSE
 
 
 def prefix_hits(processes):
@@ -316,7 +318,7 @@ def test_calculator_episodes_are_the_policys_and_read_what_a_server_has_read(pro
     engine = {"engine": servers, "context": context, "ends": [*range(0, 300, 3)], "max_model_len": None, "extra": {}}
     asked, found = problems(short=2, long=2), []
     for version, delays in enumerate(([], [0.05, 0.0, 0.2, 0.01]), 100):
-        servers.push(weights(trained), version=version)  # nothing is cached
+        servers.push_weights(weights(trained), version=version)  # nothing is cached
         before = prefix_hits(processes)
         of = environments(read, Here(CALCULATOR, delays), chat=calls_the_calculator(read), max_turn_tokens=12)
         sampler = VllmSampler(**vars(replace(options, environments=of)), **engine)
@@ -338,13 +340,12 @@ def test_calculator_episodes_are_the_policys_and_read_what_a_server_has_read(pro
 
 def test_what_a_killed_server_was_asked_another_one_answers_and_it_is_taken_back(processes, servers):
     trained = model(4)
-    servers.push(weights(trained), version=7)
+    servers.push_weights(weights(trained), version=7)
     servers.figures()
-    how = {**HOW, "max_tokens": 400}
-    asks = [GenerationRequest((1, 2, 3), (1, 2, 3, 4)), GenerationRequest((4, 5), (5, 6))]
-    calm = servers.generate(asks, how=how)
+    requests = [GenerationRequest((1, 2, 3), (1, 2, 3, 4), 400), GenerationRequest((4, 5), (5, 6), 400)]
+    calm = servers.generate(requests, params=PARAMS)
     found = []
-    thread = threading.Thread(target=lambda: found.extend(servers.generate(asks, how=how)))
+    thread = threading.Thread(target=lambda: found.extend(servers.generate(requests, params=PARAMS)))
     thread.start()
     running(processes, 6)
     processes[1].kill()
@@ -360,7 +361,7 @@ def test_what_a_killed_server_was_asked_another_one_answers_and_it_is_taken_back
     processes[1].wait()
     both_well(servers)
     processes[0].kill()  # now it has to answer itself, with the weights that were not pushed since
-    assert servers.generate(asks, how=how) == calm
+    assert servers.generate(requests, params=PARAMS) == calm
 
 
 def test_the_fields_that_may_be_sent_are_fields_of_sampling_params():

@@ -11,8 +11,8 @@ from engines import Case, asked, case, refill
 from torch import nn
 
 from grpo_fn.core import prng
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
-from grpo_fn.shell.sampler.weight_export import HEAD, export_weights
+from grpo_fn.shell.vllm.fingerprint import HEAD, NOTHING, Fingerprint, weight_fingerprint
+from grpo_fn.shell.vllm.vllm_sampler import export_weights
 from grpo_fn.shell.vllm.vllm_transfer import Chunk, chunks
 
 pytestmark = pytest.mark.xdist_group("vllm")

@@ -20,7 +20,7 @@ from grpo_fn.shell.model.load_weights import is_adapter
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.mesh import plan_blocks
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
+from grpo_fn.shell.vllm.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 
 PHASES = ("generate", "score", "train", "sync")
 CAP = 8 * GB

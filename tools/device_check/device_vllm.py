@@ -15,7 +15,7 @@ from grpo_fn.core import prng, sampling
 from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext, SamplerOptions
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.vllm import vllm_sampler
-from grpo_fn.shell.vllm.process_guards import check_installed
+from grpo_fn.shell.vllm.engine import check_installed
 
 SMALL = Work(8, 8, 160, 32)  # the prompt longer than a block of cached prefixes
 SHARE = 0.3  # of the card

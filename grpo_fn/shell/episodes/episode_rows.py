@@ -5,6 +5,7 @@ n-th sampled token of a row draws the n-th uniform number of its key, and an env
 uid, sample, turn): a row is a function of (weights, problem, key, uid, g, what the environment answered).
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
@@ -300,6 +301,44 @@ class EpisodeRows:
                 f"before, {was.answer[:200]} in state {was.state}: the environment says that it is pure, "
                 "and is not, or its code has changed since (a run goes on without the tape with --force)"
             )
+
+
+class PendingAnswers:
+    """Rows whose environments work, and when each goes on: counted in decode steps, never in seconds.
+
+    After `answer_steps` steps of other rows, or at once if none decodes, a row's answer is waited for. So what is
+    decoded together, and with it every bit of a row, does not depend on how fast environments answer. With None rows
+    go on as answers come.
+    """
+
+    def __init__(self, rows: EpisodeRows, answer_steps: int | None) -> None:
+        self.rows, self.answer_steps = rows, answer_steps
+        self.due: dict[int, int] = {}  # row -> the step at which its answer is waited for
+        self.waited = 0.0  # seconds in which nothing was decoded
+
+    def add(self, b: int, step: int) -> None:
+        """The row's turn has ended in this step."""
+        self.due[b] = step + (self.answer_steps or 0)
+
+    def ready(self, step: int, *, idle: bool) -> list[int]:
+        """Rows that go on now: those whose answer is due, and if no other row decodes (`idle`) all that wait.
+
+        As answers come: those that have one; if `idle` waits for the first.
+        """
+        if self.answer_steps is not None:
+            return [b for b, due in self.due.items() if idle or due <= step]
+        begun = time.perf_counter()
+        ready = self.rows.rows_with_answers([*self.due], some=idle)
+        self.waited += time.perf_counter() - begun
+        return ready
+
+    def take(self, b: int) -> GoesOn | None:
+        """What stands behind the row's last turn, waited for if need be; None: the episode is over."""
+        begun = time.perf_counter()
+        del self.due[b]
+        answer = self.rows.go_on(b)
+        self.waited += time.perf_counter() - begun
+        return answer
 
 
 def ready_answer(answer: Answer) -> Future[Answer]:

@@ -1,9 +1,6 @@
-"""The interface between samplers and inference engines, and `DataParallelSampler`, which shares sampling among ranks.
+"""What samplers are made from and make, and `DataParallelSampler`, which shares sampling among ranks."""
 
-Token ids and seeds go in, token ids and log-probs come out.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -16,9 +13,9 @@ from grpo_fn.core.batch import concat_rollouts
 from grpo_fn.core.problem import Completion, Problem, RewardFn, Scorer
 from grpo_fn.core.types import Policy, Rollout, Sampler
 from grpo_fn.shell.episodes.episode_rows import Environments, EpisodeRows
+from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import Encode
 from grpo_fn.shell.model.lora import LoRA
-from grpo_fn.shell.sampler.fingerprint import Fingerprint
 from grpo_fn.shell.world import World
 
 OnCompletions = Callable[[Sequence[Problem], Sequence[Completion]], None]
@@ -74,69 +71,23 @@ class SamplerOptions:
         return rows
 
 
-class GenerationRequest(NamedTuple):
-    """A prompt, and a seed below 2^31 for each completion of it that is wanted."""
-
-    prompt: tuple[int, ...]
-    seeds: tuple[int, ...]
-    max_tokens: int | None = None  # of each completion; None: what `how` says
-    near: int | None = None  # requests with the same number begin alike: one server has read that already
-
-    def fields(self, how: Mapping[str, Any]) -> dict[str, Any]:
-        """`how`, fields of vLLM's SamplingParams, with this request's own limit."""
-        return {**how} if self.max_tokens is None else {**how, "max_tokens": self.max_tokens}
-
-
-class EngineCompletion(NamedTuple):
-    """A completion. The token that ended it is part of it."""
-
-    tokens: list[int]
-    logp: list[float]  # nats, under the distribution each token was drawn from
-    stopped: bool  # by itself; otherwise it ran into the length limit
-    oldest: int  # version of the weights that drew its first token
-
-
-OnAnswer = Callable[[int, int, EngineCompletion], None]  # place of the ask, place of the seed in it, the answer to it
-
-
-# (the engine's steps so far, whether a request is running) -> what begins now: a number of the caller's, and a request
-# with one seed. Where nothing runs it waits until something begins, and says () when all is over.
-DueRequests = Callable[[int, bool], Sequence[tuple[int, GenerationRequest]]]
-OnTurn = Callable[[int, int, EngineCompletion], None]  # that number, the engine's steps so far, the answer
-
-
-def ignore_completion(ask: int, seed: int, answer: EngineCompletion) -> None:
-    """A callback for completions that does nothing."""
-
-
 def never_stop() -> None:
     """Sampling always goes on."""
-
-
-class WeightReceipt(NamedTuple):
-    """What was sent with a push, and what the engine holds after it; None where its layout hides that."""
-
-    version: int
-    sent: Fingerprint
-    held: Fingerprint | None
 
 
 class EngineRefused(RuntimeError):
     """An engine must not be sampled from: it ends a run with one line, which says all there is to know."""
 
 
-class StaleEngine(EngineRefused):
-    """An engine holds other weights than it was sent."""
+class FixedWeights(NamedTuple):
+    """A model that does not train, for a sampler to take its weights from."""
 
+    model: nn.Module
+    world: World
 
-def verify_receipt(receipt: WeightReceipt) -> WeightReceipt:
-    """The receipt itself. Raises StaleEngine when the engine holds something else than was sent."""
-    if receipt.held is not None and receipt.held != receipt.sent:
-        raise StaleEngine(
-            f"weights of version {receipt.version}: got {receipt.held} in the engine after {receipt.sent} was sent, "
-            "wanted the same: it would sample from other weights than those that are trained"
-        )
-    return receipt
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Every parameter and persistent buffer once, under the model's own names."""
+        return hf.named_tensors(self.model)
 
 
 @runtime_checkable
@@ -184,47 +135,6 @@ class TrainingSampler(Sampler, Protocol):
 
     def messages(self) -> list[str]:
         """Lines for the log since the last call."""
-
-
-@runtime_checkable
-class InferenceEngine(Protocol):
-    """Draws completions with weights of its own, which it is given version by version."""
-
-    ranks: int  # that are one engine together: they are asked for the same
-    overlaps: bool  # whether it can generate while the policy trains
-    repeatable: bool  # whether the same requests bring the same tokens again
-    mixes: bool  # whether new weights may come in the middle of a completion
-    complaints: list[str]  # warnings for the log; cleared once logged
-
-    def generate(
-        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], on_answer: OnAnswer
-    ) -> list[list[EngineCompletion]]:
-        """For every ask an answer to each of its seeds; `how` are fields of vLLM's SamplingParams.
-
-        `on_answer` is called with every answer when it comes, in whatever thread that is.
-        """
-
-    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
-        """Take these weights, under the names of the model folder; nothing drawn before is remembered."""
-
-    def rest(self) -> None:
-        """The device is wanted for training: hold as little of it as possible until the next push."""
-
-    def figures(self) -> dict[str, float]:
-        """Figures since the last call, for the metrics."""
-
-    def close(self) -> None:
-        """The engine is not needed any more."""
-
-
-@runtime_checkable
-class SteppedEngine(InferenceEngine, Protocol):
-    """An engine in this process, which decodes only while it is called."""
-
-    batch_invariant: bool  # whether no bit of a row depends on the rows that are decoded with it
-
-    def generate_turns(self, due: DueRequests, *, how: Mapping[str, Any], on_turn: OnTurn) -> None:
-        """Requests that come while others are decoded: between two steps `due` is asked, and `on_turn` called."""
 
 
 def positions(config: PretrainedConfig) -> int | None:

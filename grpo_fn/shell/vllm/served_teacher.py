@@ -1,7 +1,7 @@
 """A teacher on vLLM servers: log-probs of given tokens over HTTP.
 
-Any vLLM server of the model will do; nothing is sent to it but token ids. It says the log-probs of a
-prompt's tokens at temperature 1 alone (verl #5592).
+Any vLLM server of the model will do; nothing is sent to it but token ids. It gives the log-probs of a prompt's tokens
+at temperature 1 alone (verl #5592).
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from grpo_fn.shell.vllm.client import RequestRefused, Server, Unreachable
 
 T = TypeVar("T")
 
-AGAIN = 0.5  # seconds between two rounds of requests to servers that have all failed
+RETRY_SECONDS = 0.5  # between two rounds of requests to servers that have all failed
 IDS = 512  # token ids in one question about the tokenizer
 
 
@@ -54,7 +54,7 @@ class VllmTeacher:
         for name in ("request_seconds", "server_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"VllmTeacher.{name}: got {getattr(self, name)} s, wanted more than 0")
-        self._opened()
+        self._clients()
 
     def check_temperature(self, temperature: float) -> None:
         """Raise ValueError for a temperature at which a server cannot answer."""
@@ -65,11 +65,10 @@ class VllmTeacher:
             )
 
     def check_server(self, name: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int, longest: int | None) -> None:
-        """Raise ValueError unless every server can read what the policy writes.
+        """Raise ValueError unless every server can read what the policy writes; RuntimeError when no answer comes.
 
-        It is asked how many tokens it reads, for the text of every token of the policy's tokenizer, and for the
-        log-prob of the policy's last id. Tokens that are the same text to both, as pieces of a character are, are not
-        distinguished. Raises RuntimeError when no answer comes.
+        Its length, the text of every token of the policy's tokenizer and the log-prob of the policy's last id are
+        compared. Tokens that are the same text to both, as pieces of a character are, are not distinguished.
         """
         if longest is None or longest + 1 > self.max_model_len:
             raise ValueError(
@@ -77,7 +76,8 @@ class VllmTeacher:
                 f"least {'no limit' if longest is None else longest + 1}, or less sections.Sampling.max_total_tokens"
             )
         for i in range(len(self.servers)):
-            self._run(lambda server: _check(server, name, self.max_model_len, tokenizer, vocabulary), only=i)
+            check = lambda server: _check(server, name, self.max_model_len, tokenizer, vocabulary)  # noqa: E731
+            self._answers([check], slice(i, i + 1))
 
     def logp(self, rollout: Rollout) -> Float[Tensor, "B T"]:
         """Log-probs of a rollout's sampled tokens in nats; 0 where nothing was sampled.
@@ -85,33 +85,36 @@ class VllmTeacher:
         Raises RuntimeError when no server has answered for `server_timeout` seconds, or one refuses a row.
         """
         rows = [tokens[:n] for tokens, n in zip(rollout.tokens.tolist(), lengths(rollout.mask).tolist(), strict=True)]
-        answers = self._run(*[lambda server, row=row: server.prompt_logp(row) for row in rows])
+        answers = self._answers([lambda server, row=row: server.prompt_logp(row) for row in rows])
         out = torch.zeros(rollout.mask.shape, dtype=rollout.logp_sampled.dtype)
         for b, logp in enumerate(answers):
             out[b, 1 : len(logp) + 1] = torch.tensor(logp)
         return torch.where(rollout.mask, out.to(rollout.mask.device), 0.0)
 
-    def _run(self, *asks: Callable[[Server], Coroutine[Any, Any, T]], only: int | None = None) -> list[T]:
-        """The answers, in order; each may come from any server, or from one `only`."""
+    def _answers(
+        self, requests: Sequence[Callable[[Server], Coroutine[Any, Any, T]]], of: slice = slice(None)
+    ) -> list[T]:
+        """The answers, in order; each may come from any of these servers."""
 
-        async def everything() -> list[T]:
-            servers, slots = self._opened(), asyncio.Semaphore(self.max_requests)
-            targets = servers if only is None else [servers[only]]
-            tasks = [asyncio.create_task(self._ask(ask, targets, i, slots)) for i, ask in enumerate(asks)]
+        async def gather() -> list[T]:
+            clients, slots = self._clients()[of], asyncio.Semaphore(self.max_requests)
+            tasks = [
+                asyncio.create_task(self._answer(request, clients, i, slots)) for i, request in enumerate(requests)
+            ]
             try:
                 return await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                for server in servers:
-                    await server.close()
+                for client in clients:
+                    await client.close()
 
-        return asyncio.run(everything())
+        return asyncio.run(gather())
 
-    async def _ask(
+    async def _answer(
         self,
-        ask: Callable[[Server], Coroutine[Any, Any, T]],
+        request: Callable[[Server], Coroutine[Any, Any, T]],
         servers: list[Server],
         first: int,
         slots: asyncio.Semaphore,
@@ -121,7 +124,7 @@ class VllmTeacher:
             while True:
                 server = servers[(first + attempt) % len(servers)]
                 try:
-                    return await ask(server)
+                    return await request(server)
                 except Unreachable as error:
                     trouble[server.url] = str(error)
                     until = until or time.monotonic() + self.server_timeout
@@ -132,19 +135,21 @@ class VllmTeacher:
                             f"{'; '.join(trouble.values())}"
                         ) from error
                 if attempt % len(servers) == 0:
-                    await asyncio.sleep(AGAIN)
+                    await asyncio.sleep(RETRY_SECONDS)
 
-    def _opened(self) -> list[Server]:
+    def _clients(self) -> list[Server]:
         key = os.environ.get("VLLM_API_KEY") or None
-        limits = {"seconds": self.request_seconds, "connections": self.max_requests}
-        return [Server(url, **limits, api_key=key) for url in self.servers]
+        return [
+            Server(url, seconds=self.request_seconds, connections=self.max_requests, api_key=key)
+            for url in self.servers
+        ]
 
 
 async def _check(
     server: Server, name: str, max_model_len: int, tokenizer: PreTrainedTokenizerBase, vocabulary: int
 ) -> None:
     """Raise ValueError for a server that reads less, or other tokens, than the policy writes."""
-    reads = await server.max_model_len()
+    reads = (await server.get("/v1/models"))["data"][0]["max_model_len"]
     if reads < max_model_len:
         raise ValueError(
             f"sections.Teacher.models: got {name!r} ({server.url}), which reads {reads} tokens, wanted "
@@ -160,7 +165,7 @@ async def _check(
     ids = sorted(tokenizer.get_vocab().values())
     for i in range(0, len(ids), IDS):
         if (odd := await _first_difference(server, tokenizer, ids[i : i + IDS])) is not None:
-            text = await server.detokenize([odd])
+            text = await _text(server, [odd])
             raise ValueError(
                 f"sections.Teacher.models: got {name!r} ({server.url}) whose tokenizer has {text!r} as token {odd}, "
                 f"wanted the policy's ({tokenizer.name_or_path}), which has {tokenizer.decode([odd])!r}"
@@ -168,11 +173,16 @@ async def _check(
 
 
 async def _first_difference(server: Server, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int | None:
-    """The first of these ids that both say another text of; found by halving."""
-    if await server.detokenize(ids) == tokenizer.decode(ids):
+    """The first of these ids that is another text to each; by halving."""
+    if await _text(server, ids) == tokenizer.decode(ids):
         return None
     if len(ids) == 1:
         return ids[0]
     half = len(ids) // 2
     first = await _first_difference(server, tokenizer, ids[:half])
     return first if first is not None else await _first_difference(server, tokenizer, ids[half:])
+
+
+async def _text(server: Server, ids: list[int]) -> str:
+    """The text of tokens, by the server's tokenizer."""
+    return (await server.post("/detokenize", json={"tokens": ids}))["prompt"]

@@ -26,30 +26,36 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import sample_keys
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
-from grpo_fn.shell.episodes.episode_rows import EpisodeRows
-from grpo_fn.shell.model import hf
-from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.episodes.episode_rows import EpisodeRows, GoesOn, PendingAnswers
+from grpo_fn.shell.model import hf, lora
+from grpo_fn.shell.policy.fsdp import FSDPPolicy, full_tensor
 from grpo_fn.shell.sampler.interface import (
-    EngineCompletion,
-    GenerationRequest,
-    InferenceEngine,
+    FixedWeights,
     SamplerContext,
     SamplerOptions,
-    SteppedEngine,
     TokenSampler,
     assemble,
     assemble_episodes,
     completion_limits,
     completion_of_row,
-    ignore_completion,
     never_stop,
     positions,
     rank_share,
     smallest_limit,
 )
-from grpo_fn.shell.sampler.weight_export import FixedWeights, export_weights
-from grpo_fn.shell.vllm.colocated import ColocatedEngine
-from grpo_fn.shell.vllm.options import SEEDS, arguments, check_extra, merge_options, params, row_seeds
+from grpo_fn.shell.vllm.colocated import ColocatedEngine, EngineOptions
+from grpo_fn.shell.vllm.engine import (
+    SEEDS,
+    EngineCompletion,
+    GenerationRequest,
+    InferenceEngine,
+    SamplingParams,
+    SteppedEngine,
+    check_extra,
+    row_seeds,
+    sampling_params,
+)
+from grpo_fn.shell.vllm.fingerprint import HEAD
 from grpo_fn.shell.world import World
 
 # -- episodes: token ids in and out for each turn, and a seed of (key, uid, sample, turn)
@@ -57,16 +63,13 @@ from grpo_fn.shell.world import World
 
 def counts_steps(engine: InferenceEngine | SteppedEngine) -> bool:
     """Whether a row goes on after a counted number of steps of the engine, so that its bits are the same again."""
-    if engine.ranks > 1:  # they have to ask for the same
+    if engine.ranks > 1:  # they have to send the same requests
         return True
     return not engine.overlaps and engine.repeatable and not engine.batch_invariant
 
 
 class EngineEpisodes:
-    """The episodes of a call. `tokens` are those behind each opening, `logp` that of the sampled ones.
-
-    `waited` is the seconds in which no turn was drawn, as answers were waited for.
-    """
+    """The episodes of a call. `tokens` are those behind each opening, `logp` that of the sampled ones."""
 
     def __init__(
         self,
@@ -74,86 +77,72 @@ class EngineEpisodes:
         rows: EpisodeRows,
         keys: Int[Tensor, "B 2"],
         *,
-        how: Mapping[str, Any],
-        ended: Callable[[int], None],
+        params: SamplingParams,
+        on_end: Callable[[int], None],
     ) -> None:
-        self.engine, self.rows, self.how, self.ended = engine, rows, how, ended
+        self.engine, self.rows, self.params, self.on_end = engine, rows, params, on_end
         self.keys = keys.cpu()
         self.group = len(rows.rows) // len(rows.prompts)
         self.tokens: list[list[int]] = [[] for _ in rows.rows]
         self.logp: list[list[float]] = [[] for _ in rows.rows]
         self.most = [rows.most(b) for b in range(len(rows.rows))]
-        self.waited = 0.0
-        # After so many steps a row's answer is waited for; None: it goes on when it has one.
-        self.answer_steps = rows.of.answer_steps if counts_steps(engine) else None
-        self._due: dict[int, int] = {}  # rows whose environments work, and the engine's step at which they go on
+        self.pending = PendingAnswers(rows, rows.of.answer_steps if counts_steps(engine) else None)
         self._opened = False
         self._seeds: dict[int, list[int]] = {}  # of every row, by turn
         self._lock, self._drawing, self._idle_since = threading.Lock(), 0, None
 
     def run(self, width: int) -> None:
-        """Until all are over; `width` turns at once, where each is asked for by a thread of its own."""
+        """Until all are over; `width` turns at once, if each is drawn by a thread of its own."""
         if self.engine.overlaps:
             self.run_apart(width)
         else:
-            self.engine.generate_turns(self.due, how=self.how, on_turn=self.turn_ended)
+            self.engine.generate_turns(self.due, params=self.params, on_turn=self.on_turn)
 
-    def ask(self, b: int) -> GenerationRequest:
+    def request(self, b: int) -> GenerationRequest:
         """The row so far, as a prompt."""
         n = len(self.rows.rows[b].turns)
         if n not in self._seeds:
             self._seeds[n] = prng.randint(prng.fold_in(self.keys, n), low=0, high=SEEDS).tolist()
         prompt = (*self.rows.prompts[b // self.group], *self.tokens[b])
-        return GenerationRequest(prompt, (self._seeds[n][b],), self.most[b], near=b // self.group)
+        return GenerationRequest(prompt, (self._seeds[n][b],), self.most[b], prefix=b // self.group)
 
-    def take(self, b: int, answer: EngineCompletion) -> bool:
-        """A turn has ended; whether its environment is asked. If not, the episode is over."""
+    def end_turn(self, b: int, answer: EngineCompletion) -> bool:
+        """Take in a turn; whether its environment answers. If not, the episode is over."""
         self.tokens[b] += answer.tokens
         self.logp[b] += answer.logp
-        if self.rows.end_turn(b, answer.tokens, stopped=answer.stopped):
-            return True
-        self.ended(b)
-        return False
+        answers = self.rows.end_turn(b, answer.tokens, stopped=answer.stopped)
+        if not answers:
+            self.on_end(b)
+        return answers
 
-    def observe(self, b: int) -> bool:
-        """Wait for the environment; whether the row goes on. If not, the episode is over."""
-        more = self.rows.go_on(b)
-        if more is None:
-            self.ended(b)
+    def observe(self, b: int, answer: GoesOn | None) -> bool:
+        """Take in what the environment answered; whether the row goes on. If not, the episode is over."""
+        if answer is None:
+            self.on_end(b)
             return False
-        self.tokens[b] += more.observed
-        self.most[b] = more.most
+        self.tokens[b] += answer.observed
+        self.most[b] = answer.most
         return True
 
     # -- an engine in this process
 
     def due(self, steps: int, running: bool) -> list[tuple[int, GenerationRequest]]:
-        """The rows whose next turns begin after so many steps; waits for some where no turn is `running`."""
+        """The rows whose next turns begin after so many steps; waits for some if no turn is `running`."""
         if not self._opened:
             self._opened = True
-            return [(b, self.ask(b)) for b in range(len(self.rows.rows))]
-        going: list[tuple[int, GenerationRequest]] = []
-        while self._due and not going:
-            begun = time.perf_counter()
-            for b in self.ready(steps, running):
-                del self._due[b]
-                if self.observe(b):
-                    going.append((b, self.ask(b)))
-            self.waited += time.perf_counter() - begun
+            return [(b, self.request(b)) for b in range(len(self.rows.rows))]
+        going: list[int] = []
+        while self.pending.due and not going:
+            ready = self.pending.ready(steps, idle=not running)
+            going = [b for b in ready if self.observe(b, self.pending.take(b))]
             if running:
                 break
-        return going
+        return [(b, self.request(b)) for b in going]
 
-    def ready(self, steps: int, running: bool) -> list[int]:
-        """Rows that go on now: whose answer is due, or there; where nothing is running, any row that waits."""
-        if self.answer_steps is not None:
-            return [b for b, step in self._due.items() if step <= steps or not running]
-        return self.rows.rows_with_answers([*self._due], some=not running)
-
-    def turn_ended(self, b: int, steps: int, answer: EngineCompletion) -> None:
+    def on_turn(self, b: int, steps: int, answer: EngineCompletion) -> None:
         """The engine has drawn a row's turn, in its step with that number."""
-        if self.take(b, answer):
-            self._due[b] = steps + (self.answer_steps or 0)
+        if self.end_turn(b, answer):
+            self.pending.add(b, steps)
 
     # -- servers
 
@@ -164,7 +153,7 @@ class EngineEpisodes:
 
         def turn(b: int, first: bool) -> None:
             try:
-                if (first or self.observe(b)) and self.draw(b):
+                if (first or self.observe(b, self.rows.go_on(b))) and self.draw(b):
                     self.rows.rows[b].asked.add_done_callback(lambda _: go_on(b))
                     return
                 over.put(None)
@@ -185,17 +174,17 @@ class EngineEpisodes:
             threads.shutdown(wait=True, cancel_futures=True)
 
     def draw(self, b: int) -> bool:
-        """A row's next turn; whether its environment is asked."""
+        """Draw a row's next turn; whether its environment answers."""
         with self.drawing():
-            ((answer,),) = self.engine.generate([self.ask(b)], how=self.how, on_answer=ignore_completion)
-        return self.take(b, answer)
+            ((answer,),) = self.engine.generate([self.request(b)], params=self.params)
+        return self.end_turn(b, answer)
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """A turn is drawn meanwhile: what lies between two such times, of whatever rows, has been waited."""
+        """A turn is drawn meanwhile: between two such times, of whatever rows, answers were waited for."""
         with self._lock:
             if not self._drawing and self._idle_since is not None:
-                self.waited += time.perf_counter() - self._idle_since
+                self.pending.waited += time.perf_counter() - self._idle_since
             self._drawing += 1
         try:
             yield
@@ -205,12 +194,55 @@ class EngineEpisodes:
                 self._idle_since = time.perf_counter()
 
 
+# -- weights for an engine
+
+
+@dataclass(frozen=True)
+class GatheredWeights(Mapping[str, Tensor]):
+    """Tensors that may be spread over the ranks, gathered when they are looked up; every rank has to do so alike."""
+
+    tensors: Mapping[str, Tensor]
+    world: World
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The whole tensor."""
+        with self.world.talking(f"gathering {name}"):
+            return full_tensor(self.tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        """The names, in the model's order."""
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.tensors)
+
+
+def export_weights(policy: FSDPPolicy | FixedWeights, context: SamplerContext) -> Iterator[tuple[str, Tensor]]:
+    """(name, weight) of the whole model, in the dtype it is computed in; adapters are merged into their layers.
+
+    Never more than one weight (with adapters: one and its A and B) is gathered at a time. A tied embedding comes a
+    second time as the head: an engine that has copied it into another layout would go on with the old one. Every rank
+    has to go through all of it.
+    """
+    tensors = GatheredWeights(policy.named_tensors(), policy.world)
+    tied = context.config.get_text_config().tie_word_embeddings
+    for name, tensor in tensors.items() if context.adapters is None else lora.merge_adapters(tensors, context.adapters):
+        weight = tensor.to(context.dtype) if tensor.is_floating_point() else tensor
+        yield name, weight
+        if tied and name.endswith("embed_tokens.weight"):
+            yield HEAD, weight
+
+
+# -- samplers
+
+
 def colocated_sampler(
     context: SamplerContext,
     options: SamplerOptions,
     *,
     max_model_len: int | None,
-    extra: Mapping[str, Any],
+    extra: SamplingParams,
     tensor_parallel: int,
     gpu_memory_utilization: float,
     kv_cache_bytes: int,
@@ -236,8 +268,9 @@ def colocated_sampler(
     Raises:
         ValueError: before the engine is started, for what vLLM does not draw; where it does not open the model.
     """
-    how = arguments(
-        context,
+    check_extra(extra, allow_biased=options.allow_biased)
+    sampling_params(options.token_sampler, extra)  # raises before an engine is started
+    engine_options = EngineOptions(
         tensor_parallel=tensor_parallel,
         max_model_len=max_model_len,
         max_rows=options.max_rows,
@@ -245,9 +278,9 @@ def colocated_sampler(
         kv_cache_bytes=kv_cache_bytes,
         enforce_eager=enforce_eager,
         detokenize=bool(options.stop),
+        generate_timeout=generate_timeout,
     )
-    engine = partial(ColocatedEngine, context, how, deadline=generate_timeout)
-    return start_engine(engine, context, options, max_model_len, extra)
+    return sampler_of_engine(ColocatedEngine(context, engine_options), context, options, max_model_len, extra)
 
 
 def dedicated_sampler(
@@ -255,7 +288,7 @@ def dedicated_sampler(
     options: SamplerOptions,
     *,
     max_model_len: int | None,
-    extra: Mapping[str, Any],
+    extra: SamplingParams,
     engine: Callable[[World, torch.dtype], InferenceEngine],
 ) -> "VllmSampler":
     """A sampler whose engine is elsewhere: `engine` makes what talks to it (vllm_servers.DedicatedEngine).
@@ -274,23 +307,23 @@ def dedicated_sampler(
     Raises:
         ValueError: for what vLLM does not draw, before there is an engine.
     """
-    client = partial(engine, context.world, context.dtype)
-    return start_engine(client, context, options, max_model_len, extra)
+    check_extra(extra, allow_biased=options.allow_biased)
+    sampling_params(options.token_sampler, extra)
+    client = engine(context.world, context.dtype)
+    return sampler_of_engine(client, context, options, max_model_len, extra)
 
 
-def start_engine(
-    engine: Callable[[], InferenceEngine],
+def sampler_of_engine(
+    engine: InferenceEngine,
     context: SamplerContext,
     options: SamplerOptions,
     max_model_len: int | None,
-    extra: Mapping[str, Any],
+    extra: SamplingParams,
 ) -> "VllmSampler":
-    """The sampler. Raises ValueError, before there is an engine, for what vLLM does not draw or training should not."""
-    check_extra(extra, allow_biased=options.allow_biased)
-    merge_options(params(options.token_sampler), extra)
+    """The sampler, with the tokens that end a completion."""
     return VllmSampler(
         **vars(options),
-        engine=engine(),
+        engine=engine,
         context=context,
         ends=end_tokens(context, options.tokenizer),
         max_model_len=max_model_len,
@@ -307,20 +340,20 @@ def end_tokens(context: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> l
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSampler(SamplerOptions):
-    """Samples from an engine; `dataclasses.replace` gives another way to ask the same one."""
+    """Samples from an engine; `dataclasses.replace` gives a sampler of the same one with other options."""
 
     engine: InferenceEngine
     context: SamplerContext
     ends: Sequence[int]  # tokens that end a completion
     max_model_len: int | None
-    extra: Mapping[str, Any]
+    extra: SamplingParams
     # Of the weights; other samplers on the same engine count on.
     versions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError for limits below 1, stop strings that stop at once, and what vLLM does not draw."""
         super().__post_init__()
-        merge_options(params(self.token_sampler), self.extra)
+        sampling_params(self.token_sampler, self.extra)
         if self.environments is not None and not self.environments.pure and self.engine.ranks > 1:
             raise ValueError(
                 f"episodes: got {self.environments.name}, which is not pure, with an engine of {self.engine.ranks} "
@@ -339,7 +372,7 @@ class VllmSampler(SamplerOptions):
 
     @property
     def repeatable(self) -> bool:
-        """Whether asked again it draws the same tokens."""
+        """Whether the same problems and key bring the same tokens again."""
         counted = (
             self.environments is None or self.environments.answer_steps is not None or not counts_steps(self.engine)
         )
@@ -347,7 +380,7 @@ class VllmSampler(SamplerOptions):
 
     def load(self, policy: FSDPPolicy | FixedWeights) -> None:
         """Give the engine the policy's weights. Raises StaleEngine when it does not take them."""
-        self.engine.push(export_weights(policy, self.context), version=next(self.versions))
+        self.engine.push_weights(export_weights(policy, self.context), version=next(self.versions))
 
     def rest(self) -> None:
         """The engine makes way for the training, until the next `load`."""
@@ -380,11 +413,13 @@ class VllmSampler(SamplerOptions):
             positions=smallest_limit(positions(self.context.config), self.max_model_len),
         )
         seeds = row_seeds(key, [problem.uid for problem in problems], group_size)
-        asks = [GenerationRequest(tuple(ids), *of_each) for ids, *of_each in zip(prompts, seeds, limits, strict=True)]
-        on_answer = ignore_completion if self.on_completions is None else partial(self._on_answer, problems, group_size)
-        answers = [
-            answer for group in self.engine.generate(asks, how=self._how(), on_answer=on_answer) for answer in group
+        requests = [
+            GenerationRequest(tuple(ids), group_seeds, limit)
+            for ids, group_seeds, limit in zip(prompts, seeds, limits, strict=True)
         ]
+        on_answer = None if self.on_completions is None else partial(self._on_answer, problems, group_size)
+        groups = self.engine.generate(requests, params=self._params(), on_answer=on_answer)
+        answers = [answer for group in groups for answer in group]
         device = self.context.world.device
         return assemble(
             self.tokenizer,
@@ -403,10 +438,11 @@ class VllmSampler(SamplerOptions):
             if self.on_completions is not None and b in self._own(len(rows.rows)):
                 self.on_completions([problems[b // group_size]], [rows.completion(b)])
 
-        how = {**self._how(), "stop_token_ids": [*self.ends, self.environments.chat.end]}
-        episodes = EngineEpisodes(self.engine, rows, sample_keys(key, problems, group_size), how=how, ended=ended)
+        params = {**self._params(), "stop_token_ids": [*self.ends, self.environments.chat.end]}
+        keys = sample_keys(key, problems, group_size)
+        episodes = EngineEpisodes(self.engine, rows, keys, params=params, on_end=ended)
         episodes.run(self.max_rows)
-        self.environments.caller.count("time/environment_wait", episodes.waited)
+        self.environments.caller.count("time/environment_wait", episodes.pending.waited)
         logp = torch.tensor([x for row in episodes.logp for x in row], device=self.context.world.device)
         return assemble_episodes(rows, episodes.tokens, logp, self.tokenizer)
 
@@ -422,9 +458,8 @@ class VllmSampler(SamplerOptions):
             completion = completion_of_row(self.tokenizer, answer.tokens, stopped=answer.stopped)
             self.on_completions([problems[p]], [completion])
 
-    def _how(self) -> dict[str, Any]:
+    def _params(self) -> dict[str, Any]:
         """Fields of SamplingParams. The ends are ours alone; a stop string is part of the completion, as any end is."""
         stops = {"stop": [*self.stop], "include_stop_str_in_output": True} if self.stop else {}
         ends = {"ignore_eos": True, "stop_token_ids": [*self.ends]}
-        drawn = merge_options(params(self.token_sampler), self.extra)
-        return {**drawn, **stops, **ends, "max_tokens": self.max_new_tokens}
+        return {**sampling_params(self.token_sampler, self.extra), **stops, **ends}

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from grpo_fn.shell.vllm.process_guards import check_installed, restore_compile_threads
+from grpo_fn.shell.vllm.engine import check_installed, import_vllm
 
 CHUNK_BYTES = 2**28  # of a chunk of weights; one is larger by less than a tensor
 
@@ -66,7 +66,7 @@ class Transfer(Protocol):
         """The set is complete."""
 
     def again(self) -> list[Info] | None:
-        """What announces the complete set to a server a second time; None where that is not possible."""
+        """What announces the complete set to a server a second time; None if that is not possible."""
 
     def close(self) -> None:
         """No more weights."""
@@ -142,13 +142,13 @@ class FileTransfer(Transfer):
 
 def _apart(chunk: Chunk) -> dict[str, Tensor]:
     """On the CPU, no two in one storage: safetensors refuses that, and a tied head is the embedding itself."""
-    seen: set[int] = set()
+    storages: set[int] = set()
     named = {}
     for name, tensor in chunk:
         own = tensor.detach().cpu().contiguous()
-        if own.untyped_storage().data_ptr() in seen:
+        if own.untyped_storage().data_ptr() in storages:
             own = own.clone()
-        seen.add(own.untyped_storage().data_ptr())
+        storages.add(own.untyped_storage().data_ptr())
         named[name] = own
     return named
 
@@ -158,7 +158,7 @@ def _mark(pid: int | str) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete what trainers on this host have left here that were killed."""
+    """Delete what trainers on this host that were killed have left in the folder."""
     for left in folder.glob(_mark("*")):
         pid = left.name.removeprefix(_mark("")).split("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
@@ -172,8 +172,8 @@ POLL = 0.01  # seconds
 BROADCAST_SECONDS = 120.0  # longest broadcast of a chunk; a server that takes longer is lost
 
 
-def check_here() -> None:
-    """Raise ValueError where a GPU or vLLM is missing, before anything is made."""
+def check_nccl_transfer() -> None:
+    """Raise ValueError if a GPU or vLLM is missing, before anything is made."""
     if not torch.cuda.is_available():
         raise ValueError(
             "transfer: got vllm_transfer.NcclTransfer without a GPU here, wanted vllm_transfer.FileTransfer"
@@ -192,7 +192,7 @@ class NcclTransfer(Transfer):
         host: name or address of this machine as the servers reach it.
 
     Raises:
-        ValueError: where a GPU or vLLM is missing.
+        ValueError: if a GPU or vLLM is missing.
     """
 
     host: str
@@ -201,15 +201,9 @@ class NcclTransfer(Transfer):
     _groups: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        """Raise ValueError where vLLM or a GPU is missing."""
-        check_here()
-        try:
-            with restore_compile_threads():
-                import vllm  # noqa: F401
-        except ImportError as error:
-            raise ValueError(
-                f"transfer: vllm_transfer.NcclTransfer wants vllm installed beside the trainer: {error}"
-            ) from error
+        """Raise ValueError if vLLM or a GPU is missing."""
+        check_nccl_transfer()
+        import_vllm("transfer")
         self._device = torch.cuda.current_device()
 
     def meeting(self, url: str, workers: int) -> tuple[Info, Callable[[], None]]:

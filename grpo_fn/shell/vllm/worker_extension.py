@@ -23,7 +23,8 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from grpo_fn.shell.sampler.fingerprint import (
+from grpo_fn.shell.vllm.fingerprint import (
+    HEAD,
     NOTHING,
     Fingerprint,
     WeightShare,
@@ -31,8 +32,6 @@ from grpo_fn.shell.sampler.fingerprint import (
     has_head,
     weight_fingerprint,
 )
-
-HEAD = "lm_head.weight"
 
 
 class Receiving:
@@ -110,8 +109,8 @@ class FileEngine(Receiving, WeightTransferEngine[FileInit, FileUpdate]):
     def receive_weights(self, update_info: FileUpdate) -> None:
         """Load one file. Raise ValueError when its bytes are not those that were sent."""
         written = (self.folder / update_info.name).read_bytes()
-        if (found := hashlib.sha256(written).hexdigest()) != update_info.sha256:
-            raise ValueError(f"weights: got {update_info.name} with hash {found}, wanted {update_info.sha256}")
+        if (digest := hashlib.sha256(written).hexdigest()) != update_info.sha256:
+            raise ValueError(f"weights: got {update_info.name} with hash {digest}, wanted {update_info.sha256}")
         self.hand_over(list(load(written).items()))
 
     def shutdown(self) -> None:
@@ -202,10 +201,10 @@ def reread_weights(vllm_config: Any, model: nn.Module) -> Fingerprint:
     config = vllm_config.model_config
     total, names, tied = NOTHING, set[str](), NOTHING
     for name, tensor in get_model_loader(vllm_config.load_config).get_all_weights(config, model):
-        one = weight_fingerprint(tensor.to(config.dtype))
-        total, names = total + one, names | {name}
+        fingerprint = weight_fingerprint(tensor.to(config.dtype))
+        total, names = total + fingerprint, names | {name}
         if name.endswith("embed_tokens.weight"):
-            tied = one
+            tied = fingerprint
     return total + tied if is_tied(config) and HEAD not in names else total
 
 

@@ -18,10 +18,10 @@ def check_sandboxes(rewards: Iterable[Any]) -> None:
 
 def check_engines(samplers: Iterable[Any]) -> None:
     """Raise ValueError where what an engine of the samplers is made of is not here: vLLM, a GPU."""
-    from grpo_fn.shell.vllm import process_guards, vllm_sampler, vllm_transfer
+    from grpo_fn.shell.vllm import engine, vllm_sampler, vllm_transfer
 
     samplers = [*samplers]
     if any(uses_of(vllm_sampler.colocated_sampler, samplers)):
-        process_guards.check_installed("sampler")
+        engine.check_installed("sampler")
     if any(uses_of(vllm_transfer.NcclTransfer, samplers)):
-        vllm_transfer.check_here()
+        vllm_transfer.check_nccl_transfer()

@@ -1,6 +1,6 @@
 """Episodes from engines, which decode others while environments work, in this process and on servers. All fakes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +15,15 @@ from shell.vllm.test_vllm_sampler import KEY, Engine, sampler
 
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.types import Rollout
-from grpo_fn.shell.sampler.interface import DueRequests, EngineCompletion, GenerationRequest, OnTurn, SteppedEngine
 from grpo_fn.shell.vllm.colocated import ColocatedEngine
+from grpo_fn.shell.vllm.engine import (
+    DueRequests,
+    EngineCompletion,
+    GenerationRequest,
+    OnTurn,
+    SamplingParams,
+    SteppedEngine,
+)
 from grpo_fn.shell.vllm.vllm_sampler import VllmSampler
 
 pytestmark = pytest.mark.timeout(60)
@@ -30,8 +37,8 @@ class Even(Engine):
     ranks = 1
 
     @staticmethod
-    def answer(ask: GenerationRequest, seed: int, most: int) -> EngineCompletion:
-        tokens = [(seed + 7 * i) % (VOCABULARY - 1) for i in range(min(TURN, most))]
+    def answer(request: GenerationRequest, seed: int) -> EngineCompletion:
+        tokens = [(seed + 7 * i) % (VOCABULARY - 1) for i in range(min(TURN, request.max_tokens))]
         return EngineCompletion(tokens, [-token / 4 for token in tokens], True, 0)
 
 
@@ -45,12 +52,12 @@ class Stepped(Even):
         self.before = before
         self.drawn: list[list[int]] = []  # rows that each step drew a token of
 
-    def generate_turns(self, due: DueRequests, *, how: Mapping[str, Any], on_turn: OnTurn) -> None:
+    def generate_turns(self, due: DueRequests, *, params: SamplingParams, on_turn: OnTurn) -> None:
         running: dict[int, list[Any]] = {}  # the answer, and tokens still to be drawn
-        while (asks := due(len(self.drawn), bool(running))) or running:
-            for b, ask in asks:
+        while (requests := due(len(self.drawn), bool(running))) or running:
+            for b, request in requests:
                 assert b not in running
-                answer = self.answer(ask, *ask.seeds, ask.max_tokens)
+                answer = self.answer(request, *request.seeds)
                 running[b] = [answer, len(answer.tokens)]
             self.before(len(self.drawn))
             self.drawn.append([*running])
@@ -100,10 +107,12 @@ def test_rows_are_decoded_to_their_ends_while_the_environment_of_one_works(
     same(rollout, sampled(Stepped(), Here(THREE_TURNS), 2))
 
 
-def first_turn_of(row: int, tokens: int) -> Callable[[GenerationRequest, int, int], EngineCompletion]:
+def first_turn_of(row: int, tokens: int) -> Callable[[GenerationRequest, int], EngineCompletion]:
     """Answers as `Even`, but the first turn of a row is shorter, so that the others decode when it waits."""
-    asks = iter(range(10**6))
-    return lambda ask, seed, most: Even.answer(ask, seed, tokens if next(asks) == row else most)
+    calls = iter(range(10**6))
+    return lambda request, seed: Even.answer(
+        request._replace(max_tokens=tokens) if next(calls) == row else request, seed
+    )
 
 
 @pytest.mark.parametrize("answer_steps", [0, 1, 2, 7])
@@ -137,13 +146,13 @@ def test_the_order_of_answers_changes_no_row(delays, answer_steps, overlaps, wid
 def test_on_servers_a_row_whose_environment_works_keeps_no_thread() -> None:
     """One turn at once, and the first row's answer comes when all others are over."""
     late = Late(slow=[100])
-    engine, asked = Even(), []
+    engine, requests = Even(), []
 
-    def answer(ask: GenerationRequest, seed: int, most: int) -> EngineCompletion:
-        asked.append(ask)
-        if len(asked) == 1 + 3 * (ROWS - 1):
+    def answer(request: GenerationRequest, seed: int) -> EngineCompletion:
+        requests.append(request)
+        if len(requests) == 1 + 3 * (ROWS - 1):
             late.release()
-        return Even.answer(ask, seed, most)
+        return Even.answer(request, seed)
 
     engine.answer = answer
     same(sampled(engine, late, 2, 1), sampled(Stepped(), Here(THREE_TURNS), 2))

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,26 +26,28 @@ from grpo_fn.core.sampling import categorical, greedy
 from grpo_fn.rewards.combine import completions_of
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import encode_prompt
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 from grpo_fn.shell.sampler.interface import (
+    FixedWeights,
+    SamplerContext,
+    SamplerOptions,
+    rank_share,
+)
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
+from grpo_fn.shell.vllm import colocated as vllm_engine
+from grpo_fn.shell.vllm.colocated import BATCHED, TAGS, ColocatedEngine, EngineOptions
+from grpo_fn.shell.vllm.engine import (
     DueRequests,
     EngineCompletion,
     GenerationRequest,
     OnAnswer,
     OnTurn,
-    SamplerContext,
-    SamplerOptions,
+    SamplingParams,
     StaleEngine,
     WeightReceipt,
-    rank_share,
-    verify_receipt,
+    row_seeds,
+    verify_weights,
 )
-from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
-from grpo_fn.shell.sampler.weight_export import HEAD, FixedWeights
-from grpo_fn.shell.vllm import colocated as vllm_engine
-from grpo_fn.shell.vllm import options
-from grpo_fn.shell.vllm.colocated import TAGS, ColocatedEngine
-from grpo_fn.shell.vllm.options import BATCHED, arguments, row_seeds
+from grpo_fn.shell.vllm.fingerprint import HEAD, NOTHING, Fingerprint, weight_fingerprint
 from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated_sampler, end_tokens
 from grpo_fn.shell.world import World, alone
 
@@ -60,8 +62,7 @@ KNOBS = {
     **{"max_model_len": None, "extra": {}, "tensor_parallel": 1},
     **{"gpu_memory_utilization": 0.3, "kv_cache_bytes": 2**26, "enforce_eager": True, "generate_timeout": 60.0},
 }
-NAMES = ("max_model_len", "tensor_parallel", "gpu_memory_utilization", "kv_cache_bytes", "enforce_eager")
-ENGINE = {**{name: KNOBS[name] for name in NAMES}, "max_rows": 8, "detokenize": False}
+ENGINE = EngineOptions(**{name: KNOBS[name] for name in KNOBS if name != "extra"}, max_rows=8, detokenize=False)
 prompts = st.lists(st.text("aT 7\né", min_size=1, max_size=9), min_size=1, max_size=4)
 
 
@@ -71,33 +72,37 @@ class Engine:
     ranks, overlaps, repeatable, mixes = 2, True, False, True
 
     def __init__(self) -> None:
-        self.asked: list[tuple[list[GenerationRequest], dict[str, Any]]] = []
+        self.calls_of_generate: list[tuple[list[GenerationRequest], dict[str, Any]]] = []
         self.pushed: list[tuple[int, dict[str, Tensor]]] = []
         self.calls: list[str] = []
         self.complaints = ["one"]
 
     def generate(
-        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], on_answer: OnAnswer
+        self, requests: Sequence[GenerationRequest], *, params: SamplingParams, on_answer: OnAnswer | None = None
     ) -> list[list[EngineCompletion]]:
-        self.asked.append(([*asks], {**how}))
-        answers = [[self.answer(ask, seed, ask.fields(how)["max_tokens"]) for seed in ask.seeds] for ask in asks]
+        self.calls_of_generate.append(([*requests], {**params}))
+        answers = [[self.answer(request, seed) for seed in request.seeds] for request in requests]
+        if on_answer is None:
+            return answers
         places = [(i, j) for i, row in enumerate(answers) for j in range(len(row))]
         for i, j in random.Random(len(places)).sample(places, len(places)):
             on_answer(i, j, answers[i][j])
         return answers
 
-    def generate_turns(self, due: DueRequests, *, how: Mapping[str, Any], on_turn: OnTurn) -> None:
-        while asks := [*due(len(self.asked), False)]:
-            self.asked.append(([ask for _, ask in asks], {**how}))
-            for b, ask in random.Random(len(asks)).sample(asks, len(asks)):
-                on_turn(b, len(self.asked), self.answer(ask, *ask.seeds, ask.fields(how)["max_tokens"]))
+    def generate_turns(self, due: DueRequests, *, params: SamplingParams, on_turn: OnTurn) -> None:
+        calls = self.calls_of_generate
+        while requests := [*due(len(calls), False)]:
+            calls.append(([request for _, request in requests], {**params}))
+            for b, request in random.Random(len(requests)).sample(requests, len(requests)):
+                on_turn(b, len(calls), self.answer(request, *request.seeds))
 
     @staticmethod
-    def answer(ask: GenerationRequest, seed: int, most: int) -> EngineCompletion:
+    def answer(request: GenerationRequest, seed: int) -> EngineCompletion:
+        most = request.max_tokens
         tokens = [(seed + 7 * i) % (VOCABULARY - 1) for i in range(1 + seed % most)]
         return EngineCompletion(tokens, [-token / 4 for token in tokens], len(tokens) < most, 0)
 
-    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
+    def push_weights(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
         self.pushed.append((version, dict(weights)))
         return WeightReceipt(version, NOTHING, None)
 
@@ -141,7 +146,7 @@ def test_every_row_is_the_answer_to_its_own_seed(texts: list[str], group_size: i
     seeds = row_seeds(KEY, [100 + i for i in range(len(texts))], group_size)
     for b in range(len(texts) * group_size):
         ids = encode_prompt(tokenizer(), texts[b // group_size])
-        answer = Engine.answer(GenerationRequest((), ()), seeds[b // group_size][b % group_size], 6)
+        answer = Engine.answer(GenerationRequest((), (), 6), seeds[b // group_size][b % group_size])
         end = len(ids) + len(answer.tokens)
         assert rollout.tokens[b, :end].tolist() == ids + answer.tokens
         assert rollout.mask[b].nonzero()[:, 0].tolist() == [*range(len(ids), end)]
@@ -180,7 +185,7 @@ def test_the_local_samplers_own_completions_come_back_as_its_own_rollout(texts: 
     rows = zip(wanted.tokens, wanted.logp_sampled, wanted.mask, wanted.truncated, strict=True)
     drawn = iter([EngineCompletion(t[m].tolist(), x[m].tolist(), not bool(cut), 0) for t, x, m, cut in rows])
     engine = Engine()
-    engine.generate = lambda asks, how, on_answer: [[next(drawn) for _ in ask.seeds] for ask in asks]
+    engine.generate = lambda requests, params, on_answer: [[next(drawn) for _ in r.seeds] for r in requests]
     found = sampler(engine).sample(problems(texts), group_size, key=KEY)
     assert found.text == wanted.text
     for got, due in zip(found[:4], wanted[:4], strict=True):
@@ -193,8 +198,8 @@ def test_no_row_is_longer_than_the_total_and_one_cut_by_it_is_truncated(texts, g
     assume(max(lengths) < total)
     engine = Engine()
     rollout = sampler(engine, max_total_tokens=total).sample(problems(texts), group_size, key=KEY)
-    ((asks, how),) = engine.asked
-    assert [ask.fields(how)["max_tokens"] for ask in asks] == [min(6, total - n) for n in lengths]
+    ((requests, _),) = engine.calls_of_generate
+    assert [request.max_tokens for request in requests] == [min(6, total - n) for n in lengths]
     drawn = rollout.mask.sum(-1)
     length = torch.tensor(lengths).repeat_interleave(group_size)
     assert (drawn + length <= total).all()
@@ -203,13 +208,13 @@ def test_no_row_is_longer_than_the_total_and_one_cut_by_it_is_truncated(texts, g
 
 def test_the_engine_gets_ends_limits_and_how_to_draw() -> None:
     engine = Engine()
-    params = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True, "stop_token_ids": [3, 9]}
+    params = {"temperature": 1.0, "ignore_eos": True, "stop_token_ids": [3, 9]}
     asking = sampler(engine, ends=[3, 9])
     asking.sample(problems(["a"]), 1, key=KEY)
-    assert engine.asked[-1][1] == params
+    assert engine.calls_of_generate[-1][1] == params
     replace(asking, token_sampler=greedy, extra={"min_p": 0.1}, stop=("\n",)).sample(problems(["a"]), 1, key=KEY)
     stops = {"stop": ["\n"], "include_stop_str_in_output": True}
-    assert engine.asked[-1][1] == {**params, **stops, "temperature": 0.0, "min_p": 0.1}
+    assert engine.calls_of_generate[-1][1] == {**params, **stops, "temperature": 0.0, "min_p": 0.1}
 
 
 def test_a_model_folder_names_the_ends(tmp_path: Path) -> None:
@@ -283,12 +288,12 @@ def test_what_concerns_the_engine_goes_to_it() -> None:
 @given(first=st.integers(-9, 9), second=st.integers(-9, 9))
 def test_a_receipt_is_in_order_when_both_sides_agree_or_one_is_not_known(first: int, second: int) -> None:
     sent, held = Fingerprint(first, 0), Fingerprint(second, 0)
-    assert verify_receipt(WeightReceipt(3, sent, None)).version == 3
+    verify_weights(WeightReceipt(3, sent, None))
     if first == second:
-        assert verify_receipt(WeightReceipt(3, sent, held)).held == held
+        verify_weights(WeightReceipt(3, sent, held))
     else:
         with pytest.raises(StaleEngine, match=f"weights of version 3: got {held} in the engine after {sent} was sent"):
-            verify_receipt(WeightReceipt(3, sent, held))
+            verify_weights(WeightReceipt(3, sent, held))
 
 
 # -- the engine in the process, without vLLM
@@ -329,10 +334,10 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> ColocatedEngine:
     """An engine that believes to be on a GPU."""
     for name in ("group_of_one", "restore_generators"):
         monkeypatch.setattr(vllm_engine, name, lambda _: nullcontext())
-    monkeypatch.setattr(vllm_engine, "import_vllm", lambda: SimpleNamespace(LLM=LLM))
+    monkeypatch.setattr(vllm_engine, "import_vllm", lambda knob: SimpleNamespace(LLM=LLM))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     made = context(world=alone(torch.device("cuda")))
-    return ColocatedEngine(made, arguments(made, **ENGINE), deadline=KNOBS["generate_timeout"])
+    return ColocatedEngine(made, ENGINE)
 
 
 def weights() -> Iterator[tuple[str, Tensor]]:
@@ -366,24 +371,24 @@ def test_an_answer_is_reported_in_the_step_that_ends_it(
 ) -> None:
     engine, on_answer = Stepping(), []
     on_cuda.llm.llm_engine = engine
-    monkeypatch.setattr(ColocatedEngine, "_params", lambda self, how, seed: SimpleNamespace(seed=seed))
-    asks = [GenerationRequest((1,), (5, 2)), GenerationRequest((1, 2), (2, 1))]
-    answers = on_cuda.generate(asks, how={}, on_answer=lambda *answer: on_answer.append((engine.steps, *answer)))
+    monkeypatch.setattr(ColocatedEngine, "_params", lambda self, params, seed: SimpleNamespace(seed=seed))
+    requests = [GenerationRequest((1,), (5, 2), 9), GenerationRequest((1, 2), (2, 1), 9)]
+    answers = on_cuda.generate(requests, params={}, on_answer=lambda *answer: on_answer.append((engine.steps, *answer)))
     places = [(1, 1, 1), (2, 0, 1), (2, 1, 0), (5, 0, 0)]
     assert on_answer == [(step, i, j, answers[i][j]) for step, i, j in places]
     assert all(len(answers[i][j].tokens) == step for step, i, j in places)
 
 
 def test_a_gpu_engine_sleeps_and_is_woken_around_its_weights(on_cuda: ColocatedEngine) -> None:
-    on_cuda.push(weights(), version=0)
+    on_cuda.push_weights(weights(), version=0)
     assert on_cuda.llm.calls == ["reload_weights", "reset"]
     on_cuda.llm.calls.clear()
     on_cuda.rest()
     on_cuda.rest()
     assert on_cuda.llm.calls == ["sleep 2"]
     with pytest.raises(RuntimeError, match="got an engine at rest"):
-        on_cuda.generate([GenerationRequest((1,), (1,))], how={})
-    on_cuda.push(weights(), version=1)
+        on_cuda.generate([GenerationRequest((1,), (1,), 9)], params={})
+    on_cuda.push_weights(weights(), version=1)
     assert on_cuda.llm.calls == ["sleep 2", "wake weights", "reload_weights", "wake kv_cache", "reset"]
     on_cuda.close()
     on_cuda.close()
@@ -393,10 +398,10 @@ def test_a_gpu_engine_sleeps_and_is_woken_around_its_weights(on_cuda: ColocatedE
 def test_after_a_push_that_failed_only_what_still_sleeps_is_woken(on_cuda: ColocatedEngine) -> None:
     on_cuda.rest()
     with pytest.raises(ValueError, match=r"push: got no .* \(\d+ missing\), wanted every weight"):
-        on_cuda.push(iter([]), version=0)
+        on_cuda.push_weights(iter([]), version=0)
     assert on_cuda.asleep == [TAGS[1]]
     on_cuda.llm.calls.clear()
-    on_cuda.push(weights(), version=1)
+    on_cuda.push_weights(weights(), version=1)
     assert on_cuda.llm.calls == ["reload_weights", "wake kv_cache", "reset"]
     assert on_cuda.ready
 
@@ -405,10 +410,10 @@ def test_stale_weights_are_reported_with_version_and_numbers(on_cuda: ColocatedE
     on_cuda._in_folder = lambda: on_cuda._opened
     on_cuda.llm.loses = {"model.norm.weight"}
     with pytest.raises(StaleEngine, match="weights of version 4: got"):
-        on_cuda.push(weights(), version=4)
+        on_cuda.push_weights(weights(), version=4)
     assert not on_cuda.ready
     on_cuda.llm.loses = set()
-    assert on_cuda.push(weights(), version=5).held is not None
+    assert on_cuda.push_weights(weights(), version=5).held is not None
     assert on_cuda.figures()["engine/verified"] == 1.0
 
 
@@ -416,24 +421,24 @@ def test_a_layout_that_cannot_be_recognised_is_left_to_the_probe(on_cuda: Coloca
     """An engine that held something else than its folder from the first is not called stale for it."""
     on_cuda._in_folder = lambda: NOTHING
     on_cuda.llm.loses = {"model.norm.weight"}
-    assert on_cuda.push(weights(), version=4).held is None
+    assert on_cuda.push_weights(weights(), version=4).held is None
     assert on_cuda.ready
     assert on_cuda.figures()["engine/verified"] == 0.0
 
 
 def test_one_path_for_both_devices() -> None:
-    make = partial(arguments, **ENGINE)
-    on_cpu, on_gpu = make(context()), make(context(world=alone(torch.device("cuda:0"))))
+    on_cpu, on_gpu = ENGINE.arguments(context()), ENGINE.arguments(context(world=alone(torch.device("cuda:0"))))
     whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": BATCHED}
     assert {k: v for k, v in on_cpu.items() if k not in on_gpu} == {"kv_cache_memory_bytes": 2**26, **whole}
-    assert make(context(), max_model_len=BATCHED + 7)["max_num_batched_tokens"] == BATCHED + 7
+    longer = replace(ENGINE, max_model_len=BATCHED + 7).arguments(context())
+    assert longer["max_num_batched_tokens"] == BATCHED + 7
     only = {k: v for k, v in on_gpu.items() if k not in on_cpu}
     assert only == {"gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
     assert on_cpu["logprobs_mode"] == "processed_logprobs"
     with pytest.raises(ValueError, match="got cuda:1, wanted cuda:0"):
-        make(context(world=alone(torch.device("cuda:1"))))
+        ENGINE.check(context(world=alone(torch.device("cuda:1"))))
     with pytest.raises(ValueError, match="tensor_parallel: got 2 for 1 ranks, wanted a divisor"):
-        make(context(), tensor_parallel=2)
+        replace(ENGINE, tensor_parallel=2).check(context())
 
 
 def test_generators_and_threads_are_left_as_they_were() -> None:
@@ -450,15 +455,15 @@ def test_generators_and_threads_are_left_as_they_were() -> None:
 @pytest.mark.parametrize("deadline", [0.0, -1.0])
 def test_a_deadline_is_positive(deadline: float) -> None:
     with pytest.raises(ValueError, match=r"generate_timeout: got .* wanted more than 0"):
-        options.check_deadline(deadline, context())
+        replace(ENGINE, generate_timeout=deadline).check(context())
 
 
 def test_a_deadline_is_shorter_than_other_ranks_wait() -> None:
     world = World.__new__(World)  # of two ranks that were never brought together
     world.rank, world.size, world.device, world.deadline = 0, 2, CPU, 600.0
-    options.check_deadline(599.0, context(world=world))
+    replace(ENGINE, generate_timeout=599.0).check(context(world=world))
     with pytest.raises(ValueError, match=r"generate_timeout: got 600 s .* wanted less than the 600 s"):
-        options.check_deadline(600.0, context(world=world))
+        replace(ENGINE, generate_timeout=600.0).check(context(world=world))
 
 
 @pytest.mark.parametrize("found", [None, ModuleType("vllm")], ids=["nothing", "a folder of that name"])
@@ -490,12 +495,12 @@ def test_every_turn_is_asked_for_with_the_row_so_far_and_a_seed_of_its_own(texts
         tuple(row[: int(keep.nonzero()[-1]) + 1].tolist()): turns
         for row, keep, turns in zip(rollout.tokens, rollout.mask, rollout.turns, strict=True)
     }
-    requests = [ask for asks, _ in engine.asked for ask in asks]
+    requests = [request for call, _ in engine.calls_of_generate for request in call]
     assert len(requests) == sum(map(len, rollout.turns))
-    for ask in requests:  # what a row was when a turn was asked for is how it begins
-        assert any(row[: len(ask.prompt)] == ask.prompt for row in rows)
-        assert 1 <= ask.max_tokens <= 5
-    assert len({ask.seeds for ask in requests}) == len(requests)
+    for request in requests:  # what a row was when a turn was asked for is how it begins
+        assert any(row[: len(request.prompt)] == request.prompt for row in rows)
+        assert 1 <= request.max_tokens <= 5
+    assert len({request.seeds for request in requests}) == len(requests)
     right = [*zip([p for p in asked for _ in range(group_size)], completions_of(rollout), strict=True)]
     assert sorted(reported, key=repr) == sorted(right, key=repr)
     again = replace(one, on_completions=None).sample(asked, group_size, key=KEY)

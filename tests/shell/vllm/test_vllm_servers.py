@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 from vllm_stub import Stub, checksum, drawn
 
 from grpo_fn.shell.reward_workers.reward_pool import ScoringInterrupted
-from grpo_fn.shell.sampler.interface import GenerationRequest, StaleEngine, verify_receipt
 from grpo_fn.shell.vllm import vllm_servers, vllm_transfer
+from grpo_fn.shell.vllm.engine import GenerationRequest, StaleEngine
 from grpo_fn.shell.vllm.vllm_servers import DedicatedEngine
 from grpo_fn.shell.world import World
 
-HOW = {"temperature": 0.7, "max_tokens": 5}
-ASKS = [GenerationRequest((1, 2, 3), (4, 5)), GenerationRequest((6,), ()), GenerationRequest((7, 8), (9, 4, 2**31 - 1))]
+PARAMS = {"temperature": 0.7}
+REQUESTS = [
+    GenerationRequest((1, 2, 3), (4, 5), 5),
+    GenerationRequest((6,), (), 5),
+    GenerationRequest((7, 8), (9, 4, 2**31 - 1), 5),
+]
 FAULTS = (500, 503, "drop", "hang", "half", "die")
 SWAP = (
     *("/health", "/collective_rpc:grpo_described", "/weight_info", "/get_world_size", "/init_weight_transfer_engine"),
@@ -38,10 +42,10 @@ def weights(version):
     yield "model.layers.0.bias", torch.tensor([0.0, -0.0, 1.0])
 
 
-def expected(version, asks=ASKS):
+def expected(version, requests=REQUESTS):
     """What every answer has to be, from either server."""
     sent = checksum(tensor for _, tensor in weights(version))
-    return [[(drawn(sent, ask.prompt, seed, 5), version) for seed in ask.seeds] for ask in asks]
+    return [[(drawn(sent, request.prompt, seed, 5), version) for seed in request.seeds] for request in requests]
 
 
 def seen(answers):
@@ -97,10 +101,10 @@ def until(true, seconds=5.0):
 def test_answers_are_in_order_and_drawn_from_the_weights_last_pushed(two, folder):
     one, other, servers = two
     for version in (0, 1, 7):
-        receipt = verify_receipt(servers.push(weights(version), version=version))
+        receipt = servers.push_weights(weights(version), version=version)
         assert receipt.version == version
         assert receipt.held == receipt.sent == checksum(tensor for _, tensor in weights(version))
-        assert seen(servers.generate(ASKS, how=HOW)) == expected(version)
+        assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(version)
     figures = servers.figures()
     assert figures.pop("engine/push_seconds") > 0
     assert figures == {
@@ -119,7 +123,7 @@ def test_answers_are_in_order_and_drawn_from_the_weights_last_pushed(two, folder
 
 def test_a_swap_is_in_order_and_nothing_computed_before_is_remembered(two):
     one, _, servers = two
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     steps = [path for path, _ in one.calls if path in SWAP[5:]]
     kept = [step for i, step in enumerate(steps) if i == 0 or step != steps[i - 1]]
     assert kept == list(SWAP[5:])
@@ -128,20 +132,20 @@ def test_a_swap_is_in_order_and_nothing_computed_before_is_remembered(two):
 
 def test_requests_that_begin_alike_are_asked_of_the_server_that_has_read_it_unless_it_is_gone(two):
     one, other, servers = two
-    servers.push(weights(0), version=0)
-    asks = [ask._replace(near=near) for ask, near in zip(ASKS * 4, [5, 2] * 4, strict=False)]
-    drawn = servers.generate(asks, how=HOW)
-    for stub, near in ((one, 2), (other, 5)):
+    servers.push_weights(weights(0), version=0)
+    requests = [r._replace(prefix=prefix) for r, prefix in zip(REQUESTS * 4, [5, 2] * 4, strict=False)]
+    drawn = servers.generate(requests, params=PARAMS)
+    for stub, prefix in ((one, 2), (other, 5)):
         asked = {tuple(sent["token_ids"]) for path, sent in stub.calls if path == "/inference/v1/generate"}
-        assert asked == {ask.prompt for ask in asks if ask.near == near and ask.seeds}
+        assert asked == {request.prompt for request in requests if request.prefix == prefix and request.seeds}
     other.kill()
-    assert servers.generate(asks, how=HOW) == drawn
+    assert servers.generate(requests, params=PARAMS) == drawn
 
 
 def test_a_server_with_far_more_to_do_is_not_asked_for_what_it_has_read(two):
     *_, servers = two
-    first, second = servers._router.members
-    servers.push(weights(0), version=0)
+    first, second = servers._router.servers
+    servers.push_weights(weights(0), version=0)
     for busy, least, chosen in ((8, 0, first), (9, 0, second), (18, 5, first), (19, 5, second)):
         first.busy, second.busy = busy, least
         assert servers._router._choose(4) is chosen
@@ -151,10 +155,10 @@ def test_a_server_with_far_more_to_do_is_not_asked_for_what_it_has_read(two):
 
 def test_a_request_says_all_that_decides_the_tokens(two):
     one, other, servers = two
-    servers.push(weights(0), version=0)
-    servers.generate([GenerationRequest((3, 1), (8,))], how={**HOW, "stop_token_ids": [2]})
+    servers.push_weights(weights(0), version=0)
+    servers.generate([GenerationRequest((3, 1), (8,), 5)], params={**PARAMS, "stop_token_ids": [2]})
     (sent,) = [sent for stub in (one, other) for path, sent in stub.calls if path == "/inference/v1/generate"]
-    params = {**HOW, "stop_token_ids": [2], "seed": 8, "n": 1, "logprobs": 0}
+    params = {**PARAMS, "max_tokens": 5, "stop_token_ids": [2], "seed": 8, "n": 1, "logprobs": 0}
     assert sent == {"token_ids": [3, 1], "sampling_params": params}
 
 
@@ -162,23 +166,23 @@ def test_a_request_says_all_that_decides_the_tokens(two):
 @pytest.mark.parametrize("path", SWAP)
 def test_a_server_that_fails_in_a_push_is_out_and_comes_back_with_the_new_weights(two, path, fault):
     one, other, servers = two
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     for stub in (one, other):
         stub.label = "default" if path in ("/get_world_size", "/init_weight_transfer_engine") else stub.label
     one.faults[path] = fault
-    servers.push(weights(1), version=1)
-    assert seen(servers.generate(ASKS, how=HOW)) == expected(1)
+    servers.push_weights(weights(1), version=1)
+    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(1)
     if fault == "die":
         assert servers.figures()["engine/servers"] == 1
         assert any(one.url in text and "is out" in text for text in servers.complaints)
         one.start()
     until(lambda: any(one.url in text and "is out" in text for text in servers.complaints))  # a hang: in its own time
-    until(lambda: servers._router.members[0].live)
+    until(lambda: servers._router.servers[0].live)
     assert not one.torn
     assert one.label == other.label
     assert one.weights == other.weights == checksum(tensor for _, tensor in weights(1))
     assert one.resting.is_set()
-    assert seen(servers.generate(ASKS, how=HOW)) == expected(1)
+    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(1)
     figures = servers.figures()
     assert figures["engine/servers"] == 2
     assert any(one.url in text and "is back" in text for text in servers.complaints)
@@ -187,9 +191,9 @@ def test_a_server_that_fails_in_a_push_is_out_and_comes_back_with_the_new_weight
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_a_server_is_lost_with_another_one_answers(two, fault):
     one, _, servers = two
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     one.faults["/inference/v1/generate"] = fault
-    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
+    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
     figures = servers.figures()
     assert figures["engine/requests_retried"] >= 1
     assert figures["engine/servers_lost"] == 1
@@ -199,7 +203,7 @@ def test_what_a_server_is_lost_with_another_one_answers(two, fault):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_answer_is_reported_once_and_when_it_comes(two, fault):
     one, _, servers = two
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     one.faults["/inference/v1/generate"] = fault
     on_answer, thread, open_ = {}, threading.get_ident(), threading.Event()
 
@@ -209,44 +213,44 @@ def test_an_answer_is_reported_once_and_when_it_comes(two, fault):
         assert not open_.is_set()  # the call goes on
         on_answer[i, j] = answer
 
-    answers = servers.generate(ASKS, how=HOW, on_answer=note)
+    answers = servers.generate(REQUESTS, params=PARAMS, on_answer=note)
     open_.set()
     assert on_answer == {(i, j): answer for i, row in enumerate(answers) for j, answer in enumerate(row)}
 
 
 def test_where_an_answer_is_not_wanted_the_others_are_called_off(two):
     _, _, servers = two
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
 
     def note(i, j, answer):
         raise ScoringInterrupted("asked to stop")
 
     with pytest.raises(ScoringInterrupted, match="asked to stop"):
-        servers.generate(ASKS, how=HOW, on_answer=note)
-    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
+        servers.generate(REQUESTS, params=PARAMS, on_answer=note)
+    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
 
 
 def test_a_server_that_was_started_again_gets_the_weights_before_it_draws(two):
     one, other, servers = two
-    servers.push(weights(3), version=3)
+    servers.push_weights(weights(3), version=3)
     one.kill()
     other.kill()
     threading.Timer(0.2, one.start).start()
-    assert seen(servers.generate(ASKS, how=HOW)) == expected(3)
+    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(3)
     assert one.label.endswith("-3")
 
 
 def test_without_kept_weights_it_waits_for_the_next_push(folder):
     stubs = [Stub(), Stub()]
     servers = engine(stubs, folder, keep=False)
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     stubs[0].kill()
-    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
+    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
     stubs[0].start()
     time.sleep(0.2)
     assert servers.figures()["engine/servers"] == 1
-    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
-    servers.push(weights(1), version=1)
+    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
+    servers.push_weights(weights(1), version=1)
     assert servers.figures()["engine/servers"] == 2
     assert not list(folder.glob("*/*"))
     servers.close()
@@ -255,15 +259,15 @@ def test_without_kept_weights_it_waits_for_the_next_push(folder):
 def test_with_no_server_left_it_stops_and_names_all_of_them_and_what_waited(folder):
     stubs = [Stub(), Stub()]
     servers = engine(stubs, folder, server_timeout=0.5)
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     for stub in stubs:
         stub.kill()
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"none for 0\.5 s while 5 completions of 3 prompts waited") as caught:
-        servers.generate(ASKS, how=HOW)
+        servers.generate(REQUESTS, params=PARAMS)
     assert all(stub.url in str(caught.value) for stub in stubs)
     with pytest.raises(RuntimeError, match="while new weights waited") as caught:
-        servers.push(weights(1), version=1)
+        servers.push_weights(weights(1), version=1)
     assert all(stub.url in str(caught.value) for stub in stubs)
     assert time.monotonic() - began < 10
     servers.close()
@@ -272,21 +276,21 @@ def test_with_no_server_left_it_stops_and_names_all_of_them_and_what_waited(fold
 def test_a_request_that_breaks_every_server_ends(folder):
     stubs = [Stub(), Stub()]
     servers = engine(stubs, folder, server_timeout=0.5)
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     for stub in stubs:
         stub.stuck, stub.faults["/inference/v1/generate"] = True, 500
     with pytest.raises(RuntimeError, match="completions"):
-        servers.generate(ASKS, how=HOW)
+        servers.generate(REQUESTS, params=PARAMS)
     servers.close()
 
 
 def test_a_request_that_is_refused_ends_all_at_once(two):
     one, other, servers = two
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     for stub in (one, other):
         stub.faults["/inference/v1/generate"] = 400
     with pytest.raises(RuntimeError, match="status 400"):
-        servers.generate(ASKS, how=HOW)
+        servers.generate(REQUESTS, params=PARAMS)
     assert servers.figures()["engine/servers_lost"] == 0
 
 
@@ -302,7 +306,7 @@ def test_a_server_that_was_started_otherwise_is_refused_before_any_weights(two, 
     one, other, servers = two
     other.described[name] = value
     with pytest.raises(RuntimeError, match=f"{other.url}.*{value}.*{why}.*vllm_server.sh"):
-        servers.push(weights(0), version=0)
+        servers.push_weights(weights(0), version=0)
     assert not any(path == "/update_weights" for path, _ in one.calls)
 
 
@@ -311,7 +315,7 @@ def test_a_refusal_says_what_is_missing(two, status, why):
     one, _, servers = two
     one.faults["/collective_rpc:grpo_described"] = status
     with pytest.raises(RuntimeError, match=why):
-        servers.push(weights(0), version=0)
+        servers.push_weights(weights(0), version=0)
 
 
 def test_the_key_is_taken_from_the_environment(folder, monkeypatch):
@@ -319,8 +323,8 @@ def test_the_key_is_taken_from_the_environment(folder, monkeypatch):
     stub.key = "secret"
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     servers = engine([stub], folder)
-    servers.push(weights(0), version=0)
-    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
+    servers.push_weights(weights(0), version=0)
+    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
     servers.close()
 
 
@@ -329,7 +333,7 @@ def test_before_the_first_push_all_servers_are_waited_for(folder):
     stubs[1].kill()
     servers = engine(stubs, folder)
     threading.Timer(0.3, stubs[1].start).start()
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     assert servers.figures()["engine/servers"] == 2
     assert stubs[1].label == stubs[0].label
     servers.close()
@@ -339,8 +343,8 @@ def test_one_that_never_comes_does_not_hold_up_a_run_for_ever(folder):
     stubs = [Stub(), Stub()]
     stubs[1].kill()
     servers = engine(stubs, folder, server_timeout=0.3)
-    servers.push(weights(0), version=0)
-    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
+    servers.push_weights(weights(0), version=0)
+    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
     servers.close()
 
 
@@ -349,63 +353,63 @@ def test_weights_that_arrive_otherwise_stop_the_run(two, what):
     one, _, servers = two
     one.corrupt = what
     with pytest.raises(StaleEngine, match=one.url):
-        servers.push(weights(0), version=0)
+        servers.push_weights(weights(0), version=0)
     with pytest.raises(RuntimeError):
-        servers.generate(ASKS, how=HOW)
+        servers.generate(REQUESTS, params=PARAMS)
 
 
 def test_a_layout_in_which_nothing_was_ever_recognised_proves_nothing(two):
     one, _, servers = two
     one.corrupt = "hidden"
-    assert servers.push(weights(0), version=0).held is None
+    assert servers.push_weights(weights(0), version=0).held is None
 
 
 def test_weights_that_break_off_leave_no_server_that_draws_from_half_of_them(two):
     one, other, servers = two
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
 
     def broken():
         yield from list(weights(1))[:3]
         raise KeyError("a rank is gone")
 
     with pytest.raises(KeyError):
-        servers.push(broken(), version=1)
+        servers.push_weights(broken(), version=1)
     assert one.label == other.label == "torn"
     assert one.resting.is_set()
     assert servers.figures()["engine/servers"] == 0
-    servers.push(weights(2), version=2)
-    assert seen(servers.generate(ASKS, how=HOW)) == expected(2)
+    servers.push_weights(weights(2), version=2)
+    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(2)
 
 
 def test_an_update_that_another_trainer_left_open_is_given_up(two):
     one, _, servers = two
     one.coming, one.label = [torch.ones(5)], "0000-3"
     one.resting.clear()
-    servers.push(weights(3), version=3)
-    assert seen(servers.generate(ASKS, how=HOW)) == expected(3)
+    servers.push_weights(weights(3), version=3)
+    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(3)
 
 
 def test_weights_of_another_run_are_not_taken_for_ours(two):
     one, other, servers = two
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     one.label, one.weights = "ffffffff-0", (1, 2)
     other.kill()
-    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
+    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
 
 
 def test_many_threads_may_generate_while_weights_are_pushed(two):
     one, other, servers = two
     one.seconds = other.seconds = 0.01
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     found = []
     threads = [
-        threading.Thread(target=lambda: found.extend(servers.generate(ASKS, how=HOW) for _ in range(6)))
+        threading.Thread(target=lambda: found.extend(servers.generate(REQUESTS, params=PARAMS) for _ in range(6)))
         for _ in range(2)
     ]
     for thread in threads:
         thread.start()
     for version in range(1, 5):
-        servers.push(weights(version), version=version)
+        servers.push_weights(weights(version), version=version)
     for thread in threads:
         thread.join(20)
     assert len(found) == 12
@@ -419,16 +423,16 @@ def test_no_more_requests_are_under_way_than_allowed(folder):
     stub = Stub()
     stub.seconds = 0.02
     servers = engine([stub], folder, max_requests=2)
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     busiest = []
 
     def look():
         while stub.server is not None:
-            busiest.append(servers._router.members[0].busy)
+            busiest.append(servers._router.servers[0].busy)
             time.sleep(0.002)
 
     threading.Thread(target=look, daemon=True).start()
-    servers.generate([GenerationRequest((1,), tuple(range(12)))], how=HOW)
+    servers.generate([GenerationRequest((1,), tuple(range(12)), 5)], params=PARAMS)
     stub.kill()
     assert max(busiest) == 2
     servers.close()
@@ -437,13 +441,13 @@ def test_no_more_requests_are_under_way_than_allowed(folder):
 def test_closing_ends_what_is_under_way(folder):
     stub = Stub()
     servers = engine([stub], folder, request_seconds=60.0)
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     stub.resting.clear()
     ended = []
 
     def ask():
         try:
-            servers.generate(ASKS, how=HOW)
+            servers.generate(REQUESTS, params=PARAMS)
         except BaseException as error:
             ended.append(error)
 
@@ -481,14 +485,14 @@ def test_an_address_that_is_none_is_refused(folder, url):
 
 def test_sampling_parameters_that_vllm_would_ignore_are_refused(two):
     _, _, servers = two
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     with pytest.raises(ValueError, match="temprature"):
-        servers.generate(ASKS, how={**HOW, "temprature": 0.7})
+        servers.generate(REQUESTS, params={**PARAMS, "temprature": 0.7})
 
 
 def test_nothing_is_drawn_before_the_first_push(two):
     with pytest.raises(RuntimeError, match="first push"):
-        two[2].generate(ASKS, how=HOW)
+        two[2].generate(REQUESTS, params=PARAMS)
 
 
 def test_files_of_a_trainer_that_was_killed_are_swept(folder):
@@ -497,7 +501,7 @@ def test_files_of_a_trainer_that_was_killed_are_swept(folder):
     (left / "0.safetensors").write_bytes(b"x")
     stub = Stub()
     servers = engine([stub], folder)
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     assert not left.exists()
     servers.close()
     stub.kill()
@@ -530,16 +534,16 @@ def test_one_rank_sends_and_all_go_through_the_weights_and_draw(folder):
                 yield one
 
         for rank in ranks:  # rank 0 first: what it leaves in the queue is what rank 1 gets
-            receipts.append(rank.push(gathered(), version=version))
+            receipts.append(rank.push_weights(gathered(), version=version))
         shared.get()
         assert receipts[0] == receipts[1]
         assert len(passed) == 2 * len([*weights(version)])
-        assert [seen(rank.generate(ASKS, how=HOW)) for rank in ranks] == [expected(version)] * 2
+        assert [seen(rank.generate(REQUESTS, params=PARAMS)) for rank in ranks] == [expected(version)] * 2
     assert sum(path == "/finish_weight_update" for path, _ in stubs[0].calls) == 2
     stubs[0].kill()
-    assert seen(ranks[1].generate(ASKS, how=HOW)) == expected(1)
+    assert seen(ranks[1].generate(REQUESTS, params=PARAMS)) == expected(1)
     stubs[0].start()
-    until(lambda: ranks[1]._router.members[0].live)  # rank 0 has given it the weights meanwhile
+    until(lambda: ranks[1]._router.servers[0].live)  # rank 0 has given it the weights meanwhile
     assert stubs[0].weights == stubs[1].weights
     for rank in ranks:
         rank.close()
@@ -563,17 +567,17 @@ MOVES = st.lists(
 def test_whatever_happens_to_servers_every_answer_is_of_the_newest_weights(moves, folder):
     stubs, version = [Stub(), Stub()], 0
     servers = engine(stubs, folder)
-    servers.push(weights(0), version=0)
+    servers.push_weights(weights(0), version=0)
     try:
         for move in [*moves, ("push",), ("generate",)]:
             match move:
                 case ("push",):
                     version += 1
                     revive(stubs)
-                    servers.push(weights(version), version=version)
+                    servers.push_weights(weights(version), version=version)
                 case ("generate",):
                     revive(stubs)
-                    assert seen(servers.generate(ASKS, how=HOW)) == expected(version)
+                    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(version)
                 case ("kill", which):
                     stubs[which].kill()
                 case ("start", which):

@@ -19,6 +19,7 @@ from grpo_fn.shell.episodes.episode_rows import EpisodeRows
 from grpo_fn.shell.model.hf import stop_ids
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.interface import (
+    FixedWeights,
     SamplerContext,
     SamplerOptions,
     TokenSampler,
@@ -39,7 +40,6 @@ from grpo_fn.shell.sampler.local.decode_step import (
     decoding_unsupported_reason,
 )
 from grpo_fn.shell.sampler.local.turn_batching import TurnBatching
-from grpo_fn.shell.sampler.weight_export import FixedWeights
 
 
 class SharedDecoder:
@@ -220,7 +220,7 @@ class LocalSampler(SamplerOptions):
         if rows is not None:
             batching = TurnBatching(engine, prompts, u, limit, options, rows)
             decoded = batching.run()
-            rows.of.caller.count("time/environment_wait", batching.waited)
+            rows.of.caller.count("time/environment_wait", batching.pending.waited)
             return decoded
         if engine is None:
             return hf_cache_decode.decode(self.model, prompts, u, limit, options)

@@ -1,19 +1,16 @@
 """Continuous batching of episodes: a row whose turn has ended keeps a slot until its environment has answered.
 
 Its keys and values stay, decode steps of other rows leave it out, and the observation is read in one go. When a row
-goes on is counted in decode steps, never in seconds: after `answer_steps` of them, or at once where no other row
-decodes, its answer is waited for. So what is computed together, and with it every bit of a row, does not depend on how
-fast environments answer. With `answer_steps` None rows go on as answers come, and rounding depends on the clock.
+goes on is a matter of `PendingAnswers`.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_fn.shell.episodes.episode_rows import EpisodeRows, GoesOn
+from grpo_fn.shell.episodes.episode_rows import EpisodeRows, GoesOn, PendingAnswers
 from grpo_fn.shell.sampler.local.continuous_batching import PREFILL, ContinuousBatching, DecodedRows, DecodeOptions
 from grpo_fn.shell.sampler.local.decode_step import DecodeEngine, Live, draw, forward_step
 from grpo_fn.shell.sampler.local.kv_cache import ChunkAttention
@@ -47,9 +44,9 @@ class TurnBatching(ContinuousBatching):
         rows: EpisodeRows,
     ) -> None:
         super().__init__(engine, prompts, u, limit, options)
-        self.rows, self.waited = rows, 0.0  # seconds in which nothing was decoded as answers were waited for
-        self.begun, self.due = (torch.zeros(len(self.busy), dtype=torch.long) for _ in range(2))
-        self.by_slot += [self.begun, self.due]  # where its turn begins, and the step at which its answer is waited for
+        self.rows, self.pending = rows, PendingAnswers(rows, rows.of.answer_steps)
+        self.begun = torch.zeros(len(self.busy), dtype=torch.long)  # where the turn of the row in each slot begins
+        self.by_slot.append(self.begun)
 
     def run(self) -> DecodedRows:
         """Until all episodes are over."""
@@ -71,42 +68,31 @@ class TurnBatching(ContinuousBatching):
         self.begun[slot.cpu()] = 0
 
     def due_slots(self) -> Int[Tensor, "m"]:
-        """Slots whose rows go on now: those whose answer is due, and all that wait where no other row decodes."""
-        idle, slots = not bool((self.busy & ~self.paused).any()), self.paused.nonzero()[:, 0]
-        if self.rows.of.answer_steps is None and len(slots):
-            return self.answered_slots(slots, idle=idle)
-        return slots if idle else slots[self.due[slots] <= self.steps]
-
-    def answered_slots(self, slots: Int[Tensor, "m"], *, idle: bool) -> Int[Tensor, "n"]:
-        """Those of the slots whose environments have answered; with no row that decodes, the first is waited for."""
-        begun = time.perf_counter()
-        there = self.rows.rows_with_answers(self.row[slots].tolist(), some=idle)
-        self.waited += time.perf_counter() - begun
-        return slots[torch.isin(self.row[slots], torch.tensor(there, dtype=torch.long))]
+        """Slots whose rows go on now."""
+        ready = self.pending.ready(self.steps, idle=not bool(self.active.any()))
+        slots = self.paused.nonzero()[:, 0]
+        return slots[torch.isin(self.row[slots], torch.tensor(ready, dtype=torch.long))]
 
     def leave(self, slot: Int[Tensor, "m"], drawn: Tensor, stopped: Tensor) -> None:
         """A turn of these rows has ended: some wait for their environment, the others' episodes are over."""
         tokens = self.engine.live.tokens[slot.to(self.u.device)].tolist()
         fields = (x[slot].tolist() for x in (self.row, self.begun, drawn, stopped))
-        answering = torch.tensor(
-            [
-                self.rows.end_turn(b, row[first:end], stopped=by_itself)
-                for b, first, end, by_itself, row in zip(*fields, tokens, strict=True)
-            ]
-        )
-        self.paused[slot[answering]], self.due[slot[answering]] = True, self.steps + (self.rows.of.answer_steps or 0)
+        answering = torch.zeros(len(slot), dtype=torch.bool)
+        for i, (b, first, end, by_itself, row) in enumerate(zip(*fields, tokens, strict=True)):
+            answering[i] = self.rows.end_turn(b, row[first:end], stopped=by_itself)
+            if answering[i]:
+                self.pending.add(b, self.steps)
+        self.paused[slot[answering]] = True
         self.shape = None
         if len(over := slot[~answering]):
             super().leave(over, drawn, stopped)
 
     def go_on(self, slot: Int[Tensor, "m"]) -> None:
         """These rows' answers, waited for where they are not there: observations are read, and next turns begin."""
-        begun = time.perf_counter()
         answers = []
         for b in self.row[slot].tolist():
             self.options.check()
-            answers.append(self.rows.go_on(b))
-        self.waited += time.perf_counter() - begun
+            answers.append(self.pending.take(b))
         self.paused[slot], self.shape = False, None
         on = torch.tensor([answer is not None for answer in answers])
         if len(over := slot[~on]):

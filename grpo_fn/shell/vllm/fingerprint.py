@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+HEAD = "lm_head.weight"  # also the name under which a tied embedding is sent a second time
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 AT_ONCE = 2**22  # elements; their 64-bit copies are all the memory it needs
 
@@ -54,7 +55,7 @@ def weight_fingerprint(tensor: Tensor) -> Fingerprint:
 # the sign of zero, as the product with the identity.
 
 
-COLUMNS = 1024  # of a packed matrix that are asked for at once
+COLUMNS = 1024  # of a packed matrix that are unpacked at once
 
 
 class WeightShare(NamedTuple):
@@ -82,7 +83,7 @@ def engine_weights(model: nn.Module, *, dtype: torch.dtype, tied: bool, share: W
         for name, parameter in module.named_parameters(recurse=False):
             packed = multiplies and name == "weight" and hasattr(module, "cpu_linear")
             for part in unpack_columns(module, dtype) if packed else (parameter,):
-                total += weight_fingerprint(answered_for(module, name, part, share).to(dtype))
+                total += weight_fingerprint(own_part(module, name, part, share).to(dtype))
     return total
 
 
@@ -103,7 +104,7 @@ def unpack_columns(module: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
         yield module.cpu_linear(unit, module.weight, None).T
 
 
-def answered_for(module: nn.Module, name: str, part: Tensor, share: WeightShare) -> Tensor:
+def own_part(module: nn.Module, name: str, part: Tensor, share: WeightShare) -> Tensor:
     """What of it no rank before this one holds as well."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

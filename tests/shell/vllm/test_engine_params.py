@@ -10,7 +10,7 @@ from hypothesis import given
 
 from grpo_fn.core import prng
 from grpo_fn.core.sampling import categorical, greedy, gumbel_max, nucleus
-from grpo_fn.shell.vllm.options import NEUTRAL, OURS, SEEDS, check_extra, merge_options, params, row_seeds
+from grpo_fn.shell.vllm.engine import NEUTRAL, RESERVED, SEEDS, check_extra, row_seeds, sampling_params
 
 temperatures = st.floats(0.01, 2.0)
 uids = st.lists(st.integers(0, 2**40), min_size=1, max_size=6, unique=True)
@@ -18,31 +18,31 @@ uids = st.lists(st.integers(0, 2**40), min_size=1, max_size=6, unique=True)
 
 @given(temperature=temperatures)
 def test_a_categorical_draw_has_a_temperature_and_nothing_else(temperature: float) -> None:
-    assert params(partial(categorical, temperature=temperature)) == {"temperature": temperature}
-    assert params(partial(partial(categorical), temperature=temperature)) == {"temperature": temperature}
+    assert sampling_params(partial(categorical, temperature=temperature), {}) == {"temperature": temperature}
+    assert sampling_params(partial(partial(categorical), temperature=temperature), {}) == {"temperature": temperature}
 
 
 @given(temperature=temperatures, top_k=st.integers(0, 99), top_p=st.floats(0.1, 1.0))
 def test_a_nucleus_has_its_cuts(temperature: float, top_k: int, top_p: float) -> None:
     knobs = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    assert params(partial(nucleus, **knobs)) == knobs
+    assert sampling_params(partial(nucleus, **knobs), {}) == knobs
 
 
 def test_greedy_is_temperature_zero() -> None:
-    assert params(greedy) == params(partial(greedy)) == {"temperature": 0.0}
+    assert sampling_params(greedy, {}) == sampling_params(partial(greedy), {}) == {"temperature": 0.0}
 
 
 def test_other_functions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"token_sampler: got fork_rng, wanted sampling.greedy, .* vLLM draws itself"):
-        params(partial(torch.random.fork_rng, enabled=True))
+        sampling_params(partial(torch.random.fork_rng, enabled=True), {})
     with pytest.raises(ValueError, match=r"token_sampler: got gumbel_max, wanted sampling.greedy"):
-        params(partial(gumbel_max, temperature=1.0))
+        sampling_params(partial(gumbel_max, temperature=1.0), {})
 
 
 @given(temperature=st.floats(0.0, 0.0099) | st.floats(2.001, 99.0))
 def test_temperatures_that_vllm_changes_or_refuses_are_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match=r"temperature: got .*, wanted one that vLLM draws at, 0.01 to 2"):
-        params(partial(categorical, temperature=temperature))
+        sampling_params(partial(categorical, temperature=temperature), {})
 
 
 BIASES = {
@@ -66,7 +66,7 @@ def test_what_changes_nothing_is_accepted(name: str) -> None:
     check_extra({name: NEUTRAL[name], "top_k": 0}, allow_biased=False)
 
 
-@pytest.mark.parametrize("name", sorted(OURS))
+@pytest.mark.parametrize("name", sorted(RESERVED))
 @pytest.mark.parametrize("allow_biased", [True, False])
 def test_what_the_sampler_sets_itself_is_not_for_others(name: str, allow_biased: bool) -> None:
     with pytest.raises(ValueError, match=f"extra: got {name}, which the sampler sets itself"):
@@ -74,10 +74,10 @@ def test_what_the_sampler_sets_itself_is_not_for_others(name: str, allow_biased:
 
 
 def test_function_and_extra_fields_do_not_disagree() -> None:
-    drawn = params(partial(nucleus, temperature=1.0, top_k=0, top_p=0.9))
-    assert merge_options(drawn, {"min_p": 0.1, "top_p": 0.9}) == {**drawn, "min_p": 0.1}
+    draw = partial(nucleus, temperature=1.0, top_k=0, top_p=0.9)
+    assert sampling_params(draw, {"min_p": 0.1, "top_p": 0.9}) == {**sampling_params(draw, {}), "min_p": 0.1}
     with pytest.raises(ValueError, match=r"extra: got top_p = 0.5, wanted as `token_sampler` has it, top_p = 0.9"):
-        merge_options(drawn, {"top_p": 0.5})
+        sampling_params(draw, {"top_p": 0.5})
 
 
 @given(seed=st.integers(0, 2**64 - 1), uids=uids, group_size=st.integers(1, 5))

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from grpo_fn.shell.sampler import fingerprint as module
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
+from grpo_fn.shell.vllm import fingerprint as module
+from grpo_fn.shell.vllm.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -14,8 +14,9 @@ from torch import nn
 from grpo_fn.core import prng
 from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.model.lora import LoRA
-from grpo_fn.shell.sampler.interface import SamplerContext
-from grpo_fn.shell.sampler.weight_export import HEAD, FixedWeights, export_weights
+from grpo_fn.shell.sampler.interface import FixedWeights, SamplerContext
+from grpo_fn.shell.vllm.fingerprint import HEAD
+from grpo_fn.shell.vllm.vllm_sampler import export_weights
 from grpo_fn.shell.world import alone
 
 HOW = LoRA(rank=2, alpha=6.0, dropout=0.0, targets="all-linear")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_fn.shell.vllm.process_guards import COMPILE_THREADS, import_vllm
+from grpo_fn.shell.vllm.engine import COMPILE_THREADS, import_vllm
 
 
 @pytest.mark.parametrize("before", [None, "5"])
@@ -22,6 +22,6 @@ def test_the_trainers_compile_threads_are_what_they_were_before_vllm(
     monkeypatch.delenv(COMPILE_THREADS, raising=False)
     if before is not None:
         monkeypatch.setenv(COMPILE_THREADS, before)
-    assert import_vllm().__file__ == str(tmp_path / "vllm" / "__init__.py")
+    assert import_vllm("sampler").__file__ == str(tmp_path / "vllm" / "__init__.py")
     assert os.environ.get(COMPILE_THREADS) == before
     monkeypatch.delitem(sys.modules, "vllm")
