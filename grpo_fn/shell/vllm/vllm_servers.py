@@ -534,13 +534,13 @@ class DedicatedEngine:
     def _update_servers(self, weights: Iterator[tuple[str, Tensor]], version: int) -> ServerUpdate:
         """On the rank that sends. Whatever happens it goes through all weights, as the other ranks do."""
         self._run(self._updater.swapping.acquire())
-        servers: list[RoutedServer] = []
+        ready: list[RoutedServer] = []
         try:
-            servers = self._run(self._updater.ready_servers())
+            ready = self._run(self._updater.ready_servers())
             self._transfer.begin()
-            return self._send_chunks(servers, weights, version)
+            return self._send_chunks(ready, weights, version)
         except BaseException:
-            self._run(self._updater.each(servers, self._updater.discard_update))
+            self._run(self._updater.each(ready, self._updater.discard_update))
             raise
         finally:
             deque(weights, maxlen=0)

@@ -1,6 +1,9 @@
 """vLLM's options draw what the package's own functions draw, and every row has a seed of its own."""
 
+import os
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,7 +13,16 @@ from hypothesis import given
 
 from grpo_fn.core import prng
 from grpo_fn.core.sampling import categorical, greedy, gumbel_max, nucleus
-from grpo_fn.shell.vllm.engine import NEUTRAL, RESERVED, SEEDS, check_extra, row_seeds, sampling_params
+from grpo_fn.shell.vllm.engine import (
+    COMPILE_THREADS,
+    NEUTRAL,
+    RESERVED,
+    SEEDS,
+    check_extra,
+    import_vllm,
+    row_seeds,
+    sampling_params,
+)
 
 temperatures = st.floats(0.01, 2.0)
 uids = st.lists(st.integers(0, 2**40), min_size=1, max_size=6, unique=True)
@@ -97,3 +109,21 @@ def test_seeds_hardly_ever_meet() -> None:
     seeds = [one for of_each in row_seeds(prng.key(1, device="cpu"), range(500), 8) for one in of_each]
     assert len({*seeds}) >= len(seeds) - 1  # 4000^2 / 2^32 pairs are expected to
     assert abs(sum(seeds) / len(seeds) / SEEDS - 0.5) < 0.03
+
+
+@pytest.mark.parametrize("before", [None, "5"])
+def test_the_trainers_compile_threads_are_what_they_were_before_vllm(
+    before: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(f"import os\nos.environ[{COMPILE_THREADS!r}] = '1'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "0")  # which it sets, put back afterwards
+    monkeypatch.delenv(COMPILE_THREADS, raising=False)
+    if before is not None:
+        monkeypatch.setenv(COMPILE_THREADS, before)
+    assert import_vllm("sampler").__file__ == str(tmp_path / "vllm" / "__init__.py")
+    assert os.environ.get(COMPILE_THREADS) == before
+    monkeypatch.delitem(sys.modules, "vllm")
