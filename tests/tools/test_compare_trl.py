@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import compare_trl
-import compare_trl_cases
 import compare_trl_ours
 import pytest
 import torch
@@ -16,19 +15,19 @@ TRL_PYTHON = TESTS.parent / ".venv-trl" / "bin" / "python"
 
 
 def test_there_are_enough_configurations_and_none_is_there_twice() -> None:
-    found = compare_trl_cases.CASES
+    found = compare_trl_ours.CASES
     assert len(found) > 200
     assert len({case.name for case in found}) == len(found)
     carried = [case for case in found if not isinstance(compare_trl.draft_of(case.config), str)]
     assert len(carried) > 150
-    of = {key for case in carried for key, value in case.config.items() if compare_trl_cases.BASE.get(key) != value}
+    of = {key for case in carried for key, value in case.config.items() if compare_trl_ours.BASE.get(key) != value}
     wanted = {"loss_type", "scale_rewards", "beta", "delta", "num_iterations", "temperature", "use_vllm"}
     assert wanted | {"importance_sampling_level", "top_entropy_quantile", "mask_truncated_completions"} <= of
 
 
 def test_every_named_difference_has_words_that_the_importer_writes() -> None:
     """Words that are never written could name nothing; those that always are would hide differences."""
-    pairs = [(case, compare_trl.draft_of(case.config)) for case in compare_trl_cases.CASES]
+    pairs = [(case, compare_trl.draft_of(case.config)) for case in compare_trl_ours.CASES]
     named = [set(compare_trl.named(case, draft)) for case, draft in pairs if not isinstance(draft, str)]
     assert set.union(*named) == set(compare_trl.NOTES)
     assert any(not names for names in named)
@@ -42,7 +41,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     """A configuration, its samples, and the gradients of one update of our own as those of TRL."""
     folder = tmp_path_factory.mktemp("compare")
     model, shared = compare_trl_ours.samples(folder)
-    (case,) = [case for case in compare_trl_cases.CASES if case.name == CASE]
+    (case,) = [case for case in compare_trl_ours.CASES if case.name == CASE]
     made = compare_trl_ours.imported(case, compare_trl.draft_of(case.config), shared, model, folder)
     update = {"params": made.policy.params}
     (grads,) = compare_trl_ours.gradients(made, [update])
@@ -53,7 +52,7 @@ def judged(
     world: tuple[Any, ...], grads: dict[str, torch.Tensor], *, unscored: bool = False, **changes: Any
 ) -> compare_trl.Result:
     case, shared, model, folder, update, _ = world
-    case = compare_trl_cases.Case(case.config | changes, unscored)
+    case = compare_trl_ours.Case(case.config | changes, unscored)
     theirs = {"updates": [{**update, "grads": grads}]}
     return compare_trl.judged(case, compare_trl.draft_of(case.config), theirs, shared, model, folder)
 

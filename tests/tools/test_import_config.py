@@ -12,15 +12,15 @@ from typing import Any
 
 import config_file
 import import_config as tool
-import import_draft
 import import_nemo_rl
 import import_trl
+import importer
 import pytest
 import yaml
 from e2e.running import TESTS
 from hypothesis import given
 from hypothesis import strategies as st
-from peer_options import Option, reason
+from importer import Option
 
 from grpo_fn import run
 from grpo_fn.algo.step import Algorithm
@@ -112,13 +112,13 @@ def usual(name: str, option: Option) -> st.SearchStrategy[Any]:
 
 def configurations(peer: str, most: int, values: Any) -> st.SearchStrategy[dict[str, Any]]:
     """Some options of a peer with values, and what a run cannot be without."""
-    options = {name: row for name, row in TABLES[peer].items() if isinstance(row, Option)}
+    options = TABLES[peer].options
     names = st.lists(st.sampled_from([*options]), unique=True, max_size=most)
     found = names.flatmap(lambda chosen: st.fixed_dictionaries({name: values(name, options[name]) for name in chosen}))
     return found.map(lambda config: BASES[peer] | config)
 
 
-def carried(peer: str, config: dict[str, Any], rows: int | None = 7473) -> import_draft.Draft | str:
+def carried(peer: str, config: dict[str, Any], rows: int | None = 7473) -> importer.Draft | str:
     """The draft, or what is said instead."""
     try:
         return import_trl.from_trl(config, 2, rows) if peer == "trl" else import_nemo_rl.from_nemo_rl(config, None)
@@ -126,7 +126,7 @@ def carried(peer: str, config: dict[str, Any], rows: int | None = 7473) -> impor
         return str(error)
 
 
-def launched(draft: import_draft.Draft, folder: Path) -> tuple[Algorithm, Any]:
+def launched(draft: importer.Draft, folder: Path) -> tuple[Algorithm, Any]:
     """The algorithm and the steps of the file that is written; that it would be launched is checked."""
     path = folder / "made.gin"
     path.write_text(draft.text("x"), encoding="utf-8")
@@ -174,7 +174,7 @@ def test_whatever_stands_there_is_carried_listed_or_refused(peer: str, data: st.
     comments = text.split("from __gin__ import dynamic_registration\n")[0].splitlines()
     assert all(line.startswith("# ") for line in comments)  # nothing of the original gets out of its comment
     for key in strange:
-        shown = import_draft.one_line(f"# unknown: {key}")
+        shown = importer.one_line(f"# unknown: {key}")
         assert any(line.startswith(shown) for line in comments), (key, text)
 
 
@@ -210,7 +210,7 @@ def test_an_option_is_carried_named_or_refused(
     peer: str, config: dict[str, Any], parts: list[str], tmp_path: Path
 ) -> None:
     made = carried(peer, BASES[peer] | config)
-    if isinstance(made, import_draft.Draft):
+    if isinstance(made, importer.Draft):
         launched(made, tmp_path)
     text, plain = (x if isinstance(x, str) else x.text("x") for x in (made, carried(peer, BASES[peer])))
     text = f"error: {text}" if isinstance(made, str) else text
@@ -223,7 +223,7 @@ def test_every_option_of_trl_1_16_is_known() -> None:
     fields = json.loads((CONFIGS / "trl_1_16.json").read_text())
     assert len(fields) == 79
     made = import_trl.from_trl(BASES["trl"] | fields, 2, 7473)
-    assert not [key for kind, key, _ in made.notes if kind == import_draft.UNKNOWN]
+    assert not [key for kind, key, _ in made.notes if kind == importer.UNKNOWN]
 
 
 def test_every_key_of_nemo_rls_examples_is_known() -> None:
@@ -231,7 +231,7 @@ def test_every_key_of_nemo_rls_examples_is_known() -> None:
     keys = (CONFIGS / "nemo_rl_2026_08.txt").read_text().split()
     assert len(keys) > 350
     rows = import_nemo_rl.NEMO_RL
-    assert not [key for key in keys if key not in rows and reason(rows, key) is None]
+    assert not [key for key in keys if key not in rows.options and rows.reason(key) is None]
 
 
 @pytest.mark.parametrize("kind", ["DistillationConfig", "GKDConfig", "IWOPDConfig"])

@@ -1,4 +1,4 @@
-"""Gradients of TRL's GRPOTrainer against ours, for every configuration of compare_trl_cases.py, and the table of it.
+"""Gradients of TRL's GRPOTrainer against ours, for every configuration of compare_trl.yaml, and the table of it.
 
 python tools/import_config/compare_trl.py --trl_python .venv-trl/bin/python --out experiments/trl_conformance/README.md
 
@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from compare_trl_cases import BASE, CASES, Case
-from compare_trl_ours import distance, gradients, imported, samples
-from import_draft import Draft
+from compare_trl_ours import BASE, CASES, Case, distance, gradients, imported, samples
 from import_trl import from_trl
+from importer import Draft
 
 BOUND = 1e-5  # |ours - TRL's| / |TRL's| of a gradient: TRL's advantages and the model's norms are float32
 DEADLINE = 3600.0  # seconds for TRL's side

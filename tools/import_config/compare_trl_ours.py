@@ -1,13 +1,14 @@
-"""Our side of compare_trl.py: given samples, and the gradients of an imported configuration on them."""
+"""Our side of compare_trl.py: the configurations, given samples, and the gradients of an import on them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from compare_trl_cases import Case
-from import_draft import Draft
+import yaml
+from importer import Draft
 from torch import Tensor, nn
 from torch.func import grad_and_value
 from torch.utils._pytree import tree_map_only
@@ -25,6 +26,34 @@ from grpo_fn.shell.policy.functional import FunctionalPolicy
 
 PROMPTS, GROUP, LONGEST, FIRST = 8, 4, 8, 100  # FIRST: the token that opens row 0; each row has its own
 Grads = dict[str, Tensor]
+GRIDS = yaml.safe_load(Path(__file__).with_name("compare_trl.yaml").read_text(encoding="utf-8"))
+BASE = GRIDS["base"]
+
+
+class Case(NamedTuple):
+    """A configuration, and whether some of its rewards are None."""
+
+    config: dict[str, Any]
+    unscored: bool = False
+
+    @property
+    def name(self) -> str:
+        """What differs from BASE, in a line."""
+        own = [f"{key}={value}" for key, value in self.config.items() if BASE.get(key, self) != value]
+        return ", ".join([*own, *(["rewards of None"] if self.unscored else [])]) or "as BASE"
+
+
+def cases_of(grid: dict[str, Any]) -> Iterator[Case]:
+    """A case of every combination; what is no list has one value."""
+    axes = {key: value if isinstance(value, list) else [value] for key, value in grid.items() if key != "unscored"}
+    for values in product(*axes.values()):
+        config = BASE | dict(zip(axes, values, strict=True))
+        if config["loss_type"] == "cispo":  # whose epsilon_high is the cap itself
+            config.setdefault("epsilon_high", 5.0)
+        yield Case(config, grid.get("unscored", False))
+
+
+CASES = [*{case.name: case for grid in GRIDS["grids"] for case in cases_of(grid)}.values()]
 
 
 def samples(folder: Path) -> tuple[nn.Module, dict[str, Any]]:

@@ -5,12 +5,11 @@ from math import ceil
 from typing import Any
 
 from config_file import interpolated
-from import_draft import LOSS, UNBOUNDED, Draft, Text, bounded, clipped, correct, normalized
-from peer_options import LARGEST, Reader, table
+from importer import LARGEST, LOSS, UNBOUNDED, Draft, Reader, Text, bounded, clipped, correct, normalized, table
 
 NEMO_RL = table("nemo_rl.yaml")
-LORA, SHAPING, AHEAD = "policy.dtensor_cfg.lora_cfg.", "grpo.reward_shaping.", "grpo.async_grpo."
-TIS, ADAM, KL = "loss_fn.truncated_importance_sampling_", "policy.optimizer.kwargs.", "loss_fn.reference_policy_kl_"
+LORA, SHAPING, ADAM = "policy.dtensor_cfg.lora_cfg.", "grpo.reward_shaping.", "policy.optimizer.kwargs."
+TIS = "loss_fn.truncated_importance_sampling_"
 TEACHERS = "on_policy_distillation.teacher_model_by_agent_name"
 
 
@@ -28,8 +27,10 @@ def from_nemo_rl(config: Mapping[str, Any], rows: int | None = None) -> Draft:
     if key("loss_fn.use_importance_sampling_correction"):
         nemo_correction(key, draft)
     nemo_advantage(key, draft)
-    nemo_policy(key, draft)
-    nemo_engine(key, draft)
+    draft.bind("sections.Sampling", stop=[Text(stop) for stop in key("policy.generation.stop_strings", []) if stop])
+    if key(f"{LORA}enabled"):
+        names = [Text(name) for name in key(f"{LORA}target_modules", [])]
+        draft.bind("lora.LoRA", targets="all-linear" if key(f"{LORA}match_all_linear") else names)
     nemo_optimizer(key, draft)
     nemo_task(key, draft)
     key.rest(draft)
@@ -51,19 +52,13 @@ def nemo_batches(key: Reader, draft: Draft, rows: int | None) -> None:
     if epochs is not None and rows is not None:
         steps = min(steps, ceil(epochs * rows / prompts))
     elif epochs is not None:
-        said = f"{steps} here; there also at most {epochs} epochs of the rows (--rows)"
-        draft.differs("grpo.max_num_steps", said)
+        draft.differs("grpo.max_num_steps", f"{steps} here; there also at most {epochs} epochs of the rows (--rows)")
     longest = key("policy.generation.max_new_tokens", total)
     draft.macros |= {"STEPS": steps, "MAX_NEW_TOKENS": longest}
     draft.bind("train.train", model="%MODEL")
     draft.bind("step.Algorithm", minibatches=parts, old_logp="@step.from_trainer")
     draft.bind("sections.Sampling", max_new_tokens="%MAX_NEW_TOKENS")
     draft.bind("sections.PolicyUpdate", micro_tokens=key("policy.train_micro_batch_size") * total)
-    draft.differs(
-        "policy.max_total_sequence_length",
-        f"a prompt of {total} tokens or more is cut and has no loss there, and is refused here; "
-        "sections.Data.overlong_prompts = @overlong.drop_both leaves it out",
-    )
     if key(f"{SHAPING}enabled"):  # DAPO's punishment of rows that run long, as a part of the reward
         most, buffer = key(f"{SHAPING}max_response_length", longest), key(f"{SHAPING}overlong_buffer_length")
         if buffer > most:
@@ -71,52 +66,20 @@ def nemo_batches(key: Reader, draft: Draft, rows: int | None) -> None:
         parts = ["@math.correct", draft.bind("length.soft_overlong_punishment", max_length=most)]
         draft.bind("combine.combine", parts=parts, weights=[1.0, key(f"{SHAPING}overlong_buffer_penalty")])
         if longest > most:
-            said = f"beyond {most} tokens the penalty grows on there, not here"
-            draft.differs(f"{SHAPING}max_response_length", said)
+            draft.differs(f"{SHAPING}max_response_length", f"beyond {most} tokens the penalty grows on there, not here")
 
 
 def nemo_loss(key: Reader, draft: Draft) -> None:
-    """Clip and KL."""
+    """The clip."""
     low, high, cap = (key(f"loss_fn.ratio_clip_{side}") for side in ("min", "max", "c"))
-    sequence, tokens = key("loss_fn.sequence_level_importance_ratios"), key("loss_fn.token_level_loss")
-    plain = key("loss_fn.force_on_policy_ratio") or key("loss_fn.disable_ppo_ratio")
-    if sequence and tokens:
-        raise ValueError("loss_fn.sequence_level_importance_ratios: got it with token_level_loss, wanted that false")
-    if sequence and cap is not None:
-        raise ValueError("loss_fn.ratio_clip_c: got it with sequence_level_importance_ratios, wanted one of them")
     if key("loss_fn.use_cispo"):
-        if plain or sequence or cap is not None or not tokens:
-            other = "another ratio, a ratio_clip_c or token_level_loss false"
-            raise ValueError(f"loss_fn.use_cispo: got it with {other}, wanted it without")
         loss = draft.bind("losses.cispo", clip_high=high)
-        draft.differs("loss_fn.use_cispo", f"the ratio is at least {1 - low:g} there, not bounded below here")
-    elif plain:
+    elif key("loss_fn.force_on_policy_ratio") or key("loss_fn.disable_ppo_ratio"):
         loss = "@losses.reinforce"
-        draft.differs("loss_fn.force_on_policy_ratio", "losses.reinforce: the same gradient, another value")
     else:
+        sequence = key("loss_fn.sequence_level_importance_ratios")
         loss = clipped(draft, low, high, cap, "loss_fn.ratio_clip_c", sequence=sequence)
     draft.bind(LOSS, token_loss=loss)
-    if not key(f"{KL}penalty"):
-        return
-    kind, sampled = key(f"{KL}type"), key("loss_fn.use_on_policy_kl_approximation")
-    if kind == "k2":
-        draft.differs(f"{KL}type", "k2 without its score-function term here; there with it")
-    elif not sampled:
-        draft.differs(
-            f"{KL}type",
-            "weighed with exp(logp - its own value) there since June 2026 (before: kl.k3), with the ratio here: the "
-            "gradient of a step's first update is the same",
-        )
-    if sampled:
-        said = "weighed with the ratio to the sampler there, to the old policy here"
-        draft.differs("loss_fn.use_on_policy_kl_approximation", said)
-    if key("loss_fn.use_kl_in_reward"):
-        raise ValueError(
-            "loss_fn.use_kl_in_reward: got true, which takes each token's own KL from its advantage, wanted false; "
-            "credit.reward_to_go has the KL still to come"
-        )
-    if kind == "k1":
-        draft.differs(f"{KL}type", "k1 in a loss has no gradient in expectation: kl.k1_ratio")
 
 
 def nemo_correction(key: Reader, draft: Draft) -> None:
@@ -124,8 +87,6 @@ def nemo_correction(key: Reader, draft: Draft) -> None:
     sequence, mask = key("loss_fn.sequence_level_importance_ratios"), None
     kind, low, high = key(f"{TIS}type"), key(f"{TIS}ratio_min"), key(f"{TIS}ratio")
     if kind == "seq-mask-tis":
-        if sequence:
-            raise ValueError(f"{TIS}type: got {kind} with sequence_level_importance_ratios, wanted another")
         if not low <= 1 <= high:
             raise ValueError(f"{TIS}ratio: got {low:g} to {high:g}, wanted 1 within")
         mask, high = draft.bind("importance.sequence_masked_weight", low=low, high=high), LARGEST
@@ -151,7 +112,6 @@ def nemo_advantage(key: Reader, draft: Draft) -> None:
         whitened = draft.bind("credit.row_whitened", credit="@credit.per_part", eps=1e-6)
         draft.bind("credit.per_part", weights={"correct": 1.0, "boxed": 1.0})
         draft.bind("step.Algorithm", credit=whitened)
-        draft.differs("grpo.adv_estimator.name", "gdpo: credit.per_part.weights names the parts of base.gin's reward")
     others = key(f"{place}use_leave_one_out_baseline")
     if not key(f"{place}normalize_rewards"):
         advantage = "@advantage.leave_one_out" if others else "@advantage.mean_centered"
@@ -180,38 +140,6 @@ def nemo_teacher(key: Reader, draft: Draft) -> str:
     return draft.bind("distillation.teacher_gap", coef=1.0)
 
 
-def nemo_policy(key: Reader, draft: Draft) -> None:
-    """What is not trained here, adapters, stops."""
-    if key("policy.megatron_cfg.enabled"):
-        raise ValueError("policy.megatron_cfg.enabled: got true, wanted a file for dtensor_cfg")
-    if not key("policy.dtensor_cfg.enabled"):
-        raise ValueError("policy.dtensor_cfg.enabled: got false without megatron_cfg, wanted true")
-    draft.bind("sections.Sampling", stop=[Text(stop) for stop in key("policy.generation.stop_strings", []) if stop])
-    if key(f"{LORA}enabled"):
-        targets, every = key(f"{LORA}target_modules", []), key(f"{LORA}match_all_linear")
-        if not every and not targets:
-            raise ValueError(f"{LORA}target_modules: got none without match_all_linear, wanted names")
-        draft.bind("lora.LoRA", targets="all-linear" if every else [Text(name) for name in targets])
-        draft.differs(f"{LORA}match_all_linear", "all linear layers of the blocks; the head is not among them")
-
-
-def nemo_engine(key: Reader, draft: Draft) -> None:
-    """vLLM where the training is or on servers, and sampling ahead: the next batches while the policy trains."""
-    place, ahead = "policy.generation.", key(f"{AHEAD}enabled")
-    backend, beside = key(f"{place}backend"), key(f"{place}colocated.enabled")
-    if ahead and (backend != "vllm" or beside):
-        raise ValueError(f"{AHEAD}enabled: got true, wanted {place}backend vllm with colocated.enabled false")
-    if backend not in (None, "vllm"):
-        draft.left(f"{place}backend", f"{backend!r}: vLLM (files of engine/) or the local sampler draws here")
-    elif backend and not beside:
-        said = "start tools/launch/vllm_server.sh first; SERVERS says where they are"
-        draft.differs(f"{place}colocated.enabled", said)
-    if ahead and f"{LOSS}.importance_correction" not in draft.knobs:
-        raise ValueError(f"loss_fn.use_importance_sampling_correction: got false with {AHEAD}enabled, wanted true")
-    if ahead:
-        draft.differs(f"{AHEAD}max_trajectory_age_steps", "whole batches in their order here, not single trajectories")
-
-
 def nemo_optimizer(key: Reader, draft: Draft) -> None:
     """AdamW, and a warm-up where the schedule begins with one."""
     name, betas = key("policy.optimizer.name"), key(f"{ADAM}betas", [0.9, 0.999])
@@ -220,8 +148,6 @@ def nemo_optimizer(key: Reader, draft: Draft) -> None:
     if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
         raise ValueError(f"{ADAM}betas: got {betas}, wanted two numbers in [0, 1)")
     optimizer = draft.bind("optimizer.adamw", beta1=float(betas[0]), beta2=float(betas[1]))
-    if key(f"{ADAM}weight_decay"):
-        draft.differs("weight_decay", "on matrices alone here, not on norms and biases")
     updates = draft.knobs["step.Algorithm.minibatches"]  # of a step; schedules count steps there, updates here
     warm, odd = 0, []
     for stage in key("policy.scheduler", []):

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any, NamedTuple
 
-from import_draft import LOSS, UNBOUNDED, Draft, Text, bounded, clipped, correct, normalized
-from peer_options import Reader, table
+from importer import LOSS, UNBOUNDED, Draft, Reader, Text, bounded, clipped, correct, normalized, table
 
 TRL = table("trl.yaml")
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
@@ -38,12 +37,6 @@ def from_trl(config: Mapping[str, Any], world: int, rows: int | None) -> Draft:
             raise ValueError("eval_strategy: got 'epoch', wanted --rows, the training rows, to count steps with")
         draft.bind("sections.Evaluation", every=ceil(rows / draft.knobs["step.Algorithm.prompts"]))
     draft.includes.append("task/rows.gin")
-    draft.left("dataset and reward functions", "not in this file: task/rows.gin and base.gin's verified answers")
-    draft.differs(
-        "rewards of None",
-        "a row whose reward is None is left out of the loss here; there it has no advantage, but a KL, an entropy and "
-        "its tokens in every denominator",
-    )
     key.rest(draft)
     return draft
 
@@ -72,8 +65,6 @@ def trl_batches(key: Reader, draft: Draft, world: int, rows: int | None) -> Batc
     group, epochs = key("num_generations"), key("num_iterations")
     sampled, rounds = key("generation_batch_size"), key("steps_per_generation")
     at_once, update = device * world, device * world * accumulate
-    if sampled is not None and rounds is not None:
-        raise ValueError("got generation_batch_size and steps_per_generation, wanted one of them")
     sampled = sampled or at_once * (rounds or accumulate)
     if sampled % at_once or sampled % group:
         raise ValueError(
@@ -123,15 +114,10 @@ def trl_loss(key: Reader, draft: Draft, batches: Batches, world: int) -> None:
     kind, sequence = key("loss_type"), key("importance_sampling_level") == "sequence"
     low, delta = key("epsilon"), key("delta")
     high = key("epsilon_high", low)
-    if (sequence or delta is not None) and kind in ("cispo", "sapo", "vespo"):
-        raise ValueError(f"loss_type: got {kind} with importance_sampling_level or delta, wanted it without")
-    if sequence and delta is not None:
-        raise ValueError("delta: got it with importance_sampling_level 'sequence', wanted one of them")
     if kind == "cispo":
         if high <= 1:
             raise ValueError(f"epsilon_high: got {high} with loss_type cispo, wanted more than 1: it is the cap itself")
         loss = draft.bind("losses.cispo", clip_high=round(high - 1, 12))
-        draft.differs("epsilon_high", f"the cap {high} itself there, 1 + clip_high here")
     elif kind in ("sapo", "vespo"):
         loss = "@losses.sapo" if kind == "sapo" else "@weighted_losses.vespo"
     else:
@@ -142,19 +128,12 @@ def trl_loss(key: Reader, draft: Draft, batches: Batches, world: int) -> None:
     weights = draft.knobs[f"{LOSS}.loss_aggregation"]
     if weights == "@aggregation.constant_length_over_samples":
         draft.bind(weights[1:], max_length=1 if kind == "luspo" else "%MAX_NEW_TOKENS")
-    if kind == "bnpo":
-        draft.differs("loss_type", "bnpo is the mean over each device's own tokens of a micro-batch; here of a step")
     if kind in ("dapo", "cispo", "vespo") and batches.sampled != batches.update:
         draft.differs(
             "loss_type",
             f"{kind} divides by the tokens of each optimizer step here; there by those of the generation batch, times "
             f"{batches.update / batches.sampled:g}",
         )
-    if key("beta") and not key("use_bias_correction_kl"):
-        said = "k3 in the loss, as there, weighed as the loss is; its gradient is not the KL's (kl.k3_ratio repairs it)"
-        draft.differs("KL", said)
-    elif key("beta") and sequence:
-        draft.differs("use_bias_correction_kl", "a KL is weighed with its row's ratio there, its token's here")
     if key("entropy_coef") and (weights != "@aggregation.token_mean" or batches.update > batches.micro or world > 1):
         draft.differs(
             "entropy_coef",
@@ -169,7 +148,6 @@ def trl_engine(key: Reader, draft: Draft) -> None:
         host = key("vllm_server_host")
         url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{key('vllm_server_port')}"
         draft.macros["SERVERS"] = [key("vllm_server_base_url", url)]
-        draft.differs("vllm_mode", "the server is tools/launch/vllm_server.sh here, `trl vllm-serve` there")
     elif key("use_vllm"):
         draft.bind("vllm_sampler.colocated_sampler", max_model_len=key("vllm_max_model_length"))
     correct(draft, trl_weight(key, draft) if key("use_vllm") else None, mask)
@@ -178,29 +156,22 @@ def trl_engine(key: Reader, draft: Draft) -> None:
 def trl_weight(key: Reader, draft: Draft) -> str | None:
     """The correction between vLLM and the trainer; VESPO's own row weight is to the sampler, and takes none beside it.
 
-    A clip_max that is given as None is no bound. Raises ValueError, as TRL does, for a truncation without one, and for
-    VESPO with a sequence's.
+    A clip_max that is given as None is no bound. Raises ValueError, as TRL does, for a truncation without one.
     """
-    place, weight = "vllm_importance_sampling_", None
-    vespo, before = key("loss_type") == "vespo", dict(draft.knobs)
-    if key(f"{place}correction"):
-        unit, _, kind = key(f"{place}mode").partition("_")
-        cap = key(f"{place}cap")
-        if cap is None and key.values.get(f"{place}clip_max", 0) is None:
-            cap = UNBOUNDED
-        low, high = key(f"{place}clip_min"), key(f"{place}clip_max", cap)
-        if kind == "truncate" and high == UNBOUNDED and not low:
-            raise ValueError(f"{place}clip_max: got None without a clip_min, wanted one of them")
-        if vespo and unit == "sequence":
-            raise ValueError(f"{place}mode: got a sequence's with loss_type vespo, wanted a token's")
-        kind = "truncated_weight" if kind == "truncate" else "masked_weight"
-        weight = bounded(draft, kind, low, high, f"{place}clip_max", sequence=unit == "sequence")
-    if not vespo:
-        return weight
-    bounds = "to the old policy" if weight is None else "times the sampler's bounded weights"
-    draft.differs("loss_type", f"vespo: a row's weight is to the sampler here, without bounds; {bounds} there")
-    draft.knobs = before
-    return None
+    place = "vllm_importance_sampling_"
+    if not key(f"{place}correction"):
+        return None
+    unit, _, kind = key(f"{place}mode").partition("_")
+    cap = key(f"{place}cap")
+    if cap is None and key.values.get(f"{place}clip_max", 0) is None:
+        cap = UNBOUNDED
+    low, high = key(f"{place}clip_min"), key(f"{place}clip_max", cap)
+    if kind == "truncate" and high == UNBOUNDED and not low:
+        raise ValueError(f"{place}clip_max: got None without a clip_min, wanted one of them")
+    if key("loss_type") == "vespo":
+        return None
+    kind = "truncated_weight" if kind == "truncate" else "masked_weight"
+    return bounded(draft, kind, low, high, f"{place}clip_max", sequence=unit == "sequence")
 
 
 def trl_advantage(key: Reader, draft: Draft, batches: Batches) -> None:
@@ -219,8 +190,6 @@ def trl_advantage(key: Reader, draft: Draft, batches: Batches) -> None:
 
 def trl_optimizer(key: Reader, draft: Draft, updates: int) -> None:
     """AdamW and its schedule over so many optimizer steps; a cosine's floor is a rate, or a share of the rate."""
-    if draft.knobs["optimizer.adamw.implementation"] == "8bit":
-        draft.differs("optim", "torchao's 8-bit AdamW (pip install 'grpo-fn[adamw8bit]')")
     kind, floor, place = key("lr_scheduler_type"), 0.0, "lr_scheduler_kwargs.min_lr"
     if kind == "cosine_with_min_lr":
         units = {f"{place}_rate": 1.0, place: key("learning_rate")}
@@ -251,12 +220,9 @@ def trl_device(key: Reader, draft: Draft) -> None:
     if odd:
         raise ValueError(f"fsdp: got {odd}, wanted some of {', '.join((*STRATEGIES, 'offload', 'auto_wrap'))}")
     if "hybrid_shard_zero2" in words:
-        said = "hybrid_shard_zero2: scale/hybrid_shard.gin with mesh.Parallelism.reshard_after_forward=False"
-        draft.left("fsdp", said)
+        instead = "scale/hybrid_shard.gin with mesh.Parallelism.reshard_after_forward=False"
+        draft.left("fsdp", f"hybrid_shard_zero2: {instead}")
     draft.includes += [f"scale/{name}.gin" for name in (*STRATEGIES, "offload") if name in words]
-    draft.differs("bf16, fp16", "what trains is kept in float32, gradients are reduced in float32")
-    if dtype := key("dtype") or key("torch_dtype"):
-        draft.left("dtype", f"{dtype}: what trains is kept in float32; scale/bf16.gin computes")
     if key("use_peft"):
         draft.includes.append("scale/lora.gin")
         targets = key("lora_target_modules")
