@@ -157,7 +157,7 @@ def verdict(run: Run, key: Key, judge: str | None) -> bool | None:
 
 def change(base: dict[Key, bool], other: dict[Key, bool]) -> Change:
     """What became of every problem from one run to the other."""
-    from grpo_fn.analysis.paired import mcnemar, paired_bootstrap
+    from grpo_fn.lab.paired import mcnemar, paired_bootstrap
 
     gained = [key for key in base if other[key] and not base[key]]
     lost = [key for key in base if base[key] and not other[key]]
@@ -167,7 +167,7 @@ def change(base: dict[Key, bool], other: dict[Key, bool]) -> Change:
 
 def overview(runs: Sequence[Run], columns: Sequence[dict[Key, bool]], changes: Sequence[Change]) -> list[str]:
     """One line a run: accuracy, and how it differs from the first."""
-    from grpo_fn.analysis.statistics import wilson
+    from grpo_fn.trainer.evaluation import wilson
 
     lines = ["| run | accuracy | 95 % | difference | 95 %, paired | gained | lost | p |", "|---" * 8 + "|"]
     for run, column, result in zip(runs, columns, [None, *changes], strict=True):
@@ -184,7 +184,7 @@ def overview(runs: Sequence[Run], columns: Sequence[dict[Key, bool]], changes: S
 
 def over_seeds(paths: Sequence[Path], accuracies: Sequence[float]) -> list[str]:
     """Settings that share seeds with the first one, compared over those; nothing where there are none."""
-    from grpo_fn.analysis.paired import paired_difference
+    from grpo_fn.lab.paired import paired_difference
 
     first, *others = settings(paths, accuracies).values()
     lines = []

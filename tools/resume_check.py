@@ -188,7 +188,7 @@ def differing_metrics(
     wanted: Mapping[int, Mapping[str, float | None]], found: Mapping[int, Mapping[str, float | None]]
 ) -> list[str]:
     """The first figure of each step that differs; what the machine did is left out."""
-    from grpo_fn.replay.diff import MACHINE  # here, as it needs torch
+    from grpo_fn.lab.replay_diff import MACHINE  # here, as it needs torch
 
     listed = []
     for step in sorted({*wanted, *found}):

@@ -125,7 +125,6 @@ class Experience(NamedTuple):
     adv: Float[Tensor, "P G T"]
     batch: Batch
     ratio: Float[Tensor, "N"] = torch.zeros(0)  # of every token at every update, in no order
-    energy: Float[Tensor, "B T"] | None = None  # of each sampled token, where a credit reads it
 
 
 def grpo_step(
@@ -211,7 +210,7 @@ def grpo_step(
     figures |= metrics.step_metrics(batch, adv, groups, fresh, learned, scored)
     gains = carried.gains if algo.control is None else algo.control(carried.gains, figures)
     ratio = torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)])
-    experience = Experience(groups, adv, batch, ratio, scored.results.get("energy"))
+    experience = Experience(groups, adv, batch, ratio)
     return experience, carried._replace(gains=gains, steps=carried.steps + 1), figures
 
 

@@ -16,8 +16,6 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_fn.analysis.evaluation import GradedAnswer, problems_by_meta, summarise, tally
-from grpo_fn.analysis.statistics import wilson
 from grpo_fn.config import Config
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
@@ -33,6 +31,7 @@ from grpo_fn.tasks.task import held_out_only, sample_tests
 from grpo_fn.trainer.build import prepare_data, sampler_options
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.try_out import try_task
+from grpo_fn.trainer.evaluation import GradedAnswer, problems_by_meta, summarise, tally, wilson
 from grpo_fn.trainer.model_source import check_fits, load_located_model, locate
 from grpo_fn.trainer.run import EVALUATION
 from grpo_fn.trainer.sections import (

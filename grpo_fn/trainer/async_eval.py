@@ -12,8 +12,6 @@ from math import isfinite
 
 from torch import Tensor
 
-from grpo_fn.analysis import health
-from grpo_fn.analysis.evaluation import GradedAnswer, grader_names, summarise
 from grpo_fn.core import sampling
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging.console import evaluation_line
@@ -21,7 +19,9 @@ from grpo_fn.shell.logging.stopwatch import ErrorContext
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool, ScoringInterrupted
 from grpo_fn.shell.sampler.interface import EngineSampler
 from grpo_fn.shell.world import World
+from grpo_fn.trainer import health
 from grpo_fn.trainer.background import ShouldStop
+from grpo_fn.trainer.evaluation import GradedAnswer, grader_names, summarise
 from grpo_fn.trainer.recording import Findings, RunLoggers, record_evaluation, report_findings
 from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
 from grpo_fn.trainer.sections import Health

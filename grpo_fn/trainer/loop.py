@@ -15,8 +15,6 @@ from grpo_fn.algo import metrics
 from grpo_fn.algo.curriculum import choose_uids
 from grpo_fn.algo.step import Experience, Span, Stream, grpo_step
 from grpo_fn.algo.supervised import Stage, supervised_step
-from grpo_fn.analysis import health
-from grpo_fn.analysis.evaluation import grader_names, summarise
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Rollout, RunState
@@ -33,7 +31,8 @@ from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
 from grpo_fn.tasks.task import train_problems
-from grpo_fn.trainer import async_eval
+from grpo_fn.trainer import async_eval, health
+from grpo_fn.trainer.evaluation import grader_names, summarise
 from grpo_fn.trainer.recording import (
     RunLoggers,
     check_health,
@@ -244,7 +243,7 @@ def stop_requested(run: TrainingRun, stop: StopRequest, loggers: RunLoggers) -> 
 
 def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers) -> None:
     """One step of the algorithm, its evaluation when one is due, and the record of both."""
-    gains, troubles, clock = progress.carried.gains, Counter(run.pool.counts | run.pool.costs), loggers.clock
+    troubles, clock = Counter(run.pool.counts | run.pool.costs), loggers.clock
     loggers.writer.do(LOCK, partial(keep_lock, run.run_dir))
     noted = run.policy.note() if is_due(step, run.settings.logging.checksums_every) else None
     experience, progress.carried, figures = take_step(run, step, progress.carried, clock.span)
@@ -267,7 +266,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
                 loggers.writer.do(f"the digests of step {step}", partial(checksums.append, run.run_dir, line))
     if run.world.main:
         with clock.span("log"):
-            record(run, step, experience, gains, prng.fold_in(run.key, SAMPLING), loggers)
+            record(run, step, experience, loggers)
     lost = lost_rows(run, troubles, loggers)
     for line in run.sampler.messages():
         loggers.console.line(line)
@@ -412,10 +411,8 @@ def write_export(
         "wall_seconds": round(progress.seconds, 2),
     }
     write_json(run.run_dir / "summary.json", summary)
-    signal = run.run_dir / "signal" / f"step_{progress.state.step}.html"
     grader = grader_names(run.settings.evaluation.graders)[0]
-    shown = f"; its last step token by token in {signal}" if signal.exists() else ""
     console.line(
         f"held-out accuracy by {grader} {progress.accuracy_before:.3f} before, {progress.accuracy:.3f} after "
-        f"{progress.state.step} steps, {progress.seconds:.0f} s; model in {run.run_dir / 'model'}{shown}"
+        f"{progress.state.step} steps, {progress.seconds:.0f} s; model in {run.run_dir / 'model'}"
     )

@@ -1,7 +1,7 @@
-"""The record of a run: its loggers, a step in tables and pages, its kernels, what the rules of health say of it."""
+"""The record of a run: its loggers, a step in tables, its kernels, what the rules of health say of it."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -9,25 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo.metrics import sample_advantages
-from grpo_fn.algo.needs import needs
-from grpo_fn.algo.step import Algorithm, Experience, without_signal
-from grpo_fn.analysis import compare_algorithms, health, token_report
-from grpo_fn.analysis.evaluation import GradedAnswer, grader_names
-from grpo_fn.analysis.html import token_page
-from grpo_fn.analysis.token_report import heat_map
-from grpo_fn.config import freeze, load_config
-from grpo_fn.config.parse import GIN_FOLDER
+from grpo_fn.algo.step import Experience
 from grpo_fn.core.checksums import of_curriculum, of_step
 from grpo_fn.core.json_lines import step_lines
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import transcript
-from grpo_fn.core.types import Carry, Gains, Scores
-from grpo_fn.shell.atomic_io import flush_file, to_json, write_bytes
+from grpo_fn.core.types import Carry
+from grpo_fn.shell.atomic_io import flush_file, to_json
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.console import Console
@@ -40,8 +32,9 @@ from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.policy.fsdp import StepChecksums
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import World
+from grpo_fn.trainer import health
 from grpo_fn.trainer.background import Background
-from grpo_fn.trainer.checks.validate import check_parts
+from grpo_fn.trainer.evaluation import GradedAnswer, grader_names
 from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
 
 Row = dict[str, str]
@@ -55,14 +48,6 @@ JUDGE_METRICS = {  # by field of reward_pool.JudgeCost
 KERNELS = "kernels.jsonl"  # a line for each start of the process, on CUDA
 LOG = 600.0  # seconds that the log may take for what is waiting, where the ranks have no shorter deadline
 SAMPLES = 8  # completions in each of TensorBoard's tables
-PAGE_ROWS = 64  # of the page of a step's signal, the most influential ones
-STRONGEST = 40  # tokens in TensorBoard's table
-COLUMNS, CELL = 512, 4  # of TensorBoard's picture: tokens of a row, pixels of a token
-AS_SAMPLED = (
-    "As the policy that sampled it saw it, before the first update of the step: every ratio is 1, nothing is clipped "
-    "yet, the entropy is not known."
-)
-REFUSED = " The step was refused: too few groups had a signal, and no update was made."
 
 
 @dataclass(frozen=True)
@@ -139,7 +124,7 @@ def lost_rows(run: TrainingRun, before: Counter, loggers: RunLoggers) -> dict[st
     return {name: float(number) for name, number in total.items()}
 
 
-# -- a step in tables, pictures and pages
+# -- a step in tables
 
 
 def sample_rows(seen: Experience) -> list[Row]:
@@ -158,32 +143,8 @@ def sample_rows(seen: Experience) -> list[Row]:
     ]
 
 
-def compare_presets(
-    config: Path, own: Algorithm, seen: Experience, gains: Gains, key: Tensor, *, steps: int
-) -> tuple[list[Row], Float[Tensor, "K K"]]:
-    """What every preset laid over a configuration would have made of the step, as the policy that sampled it saw it.
-
-    Returns a table, and the cosines between the learning signals of the run, which comes first, and of the presets.
-    """
-    presets, refused = fitting([str(config)], [*seen.groups.reward.parts], energy=seen.energy is not None)
-    old, declared = seen.batch.logp_old, own.needs
-    # A run without a reference or a teacher has no difference to one.
-    ref, teacher = (getattr(seen.batch, name) if name in declared else old for name in ("logp_ref", "logp_teacher"))
-    views = {
-        name: compare_algorithms.view(algo, seen.groups, old, ref, teacher, seen.energy, gains, key, steps=steps)
-        for name, algo in {"this run": own, **presets}.items()
-    }
-    signal = compare_algorithms.signals(Scores(old, torch.zeros_like(old)), views, gains)
-    cosine = compare_algorithms.cosines(signal)
-    share = compare_algorithms.nonzero_share(signal, seen.groups.rollout.mask)
-    figures = zip(views, cosine[0].tolist(), share.tolist(), strict=True)
-    rows = [{"preset": n, "cosine with this run": f"{a:.3f}", "tokens moved": f"{s:.3f}"} for n, a, s in figures]
-    rows += [{"preset": name, "cosine with this run": f"left out: {why}"} for name, why in refused.items()]
-    return rows, cosine
-
-
-def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Tensor, loggers: RunLoggers) -> None:
-    """Store the rollout; put distributions, a few samples and the lens where TensorBoard shows them."""
+def record(run: TrainingRun, step: int, seen: Experience, loggers: RunLoggers) -> None:
+    """Store the rollout; put distributions and a few samples where TensorBoard shows them."""
     how, writer = run.settings.logging, loggers.writer
     adv = sample_advantages(seen.adv, seen.groups)
     problems, rollout, reward = seen.groups
@@ -195,55 +156,6 @@ def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Ten
     writer.histogram(step, "loss/ratio", seen.ratio)
     if is_due(step, how.samples_every):
         writer.table(step, "samples", sample_rows(seen))
-    if is_due(step, how.compare_presets_every):
-        look("the lens", step, loggers.console, partial(record_presets, run, step, seen, gains, key, writer))
-    if is_due(step, how.token_report_every) or (how.token_report_every and step == run.settings.steps):
-        look("the token page", step, loggers.console, partial(record_signal, run, step, seen, gains, loggers))
-
-
-def look(what: str, step: int, console: Console | NullLogger, view: Callable[[], None]) -> None:
-    """Make a view of a step that nothing depends on. One that fails is left out, with a line in the log."""
-    try:
-        view()
-    except OSError:
-        raise
-    except Exception as error:
-        console.line(f"step {step}: {what} is left out: {type(error).__name__}: {error}".splitlines()[0])
-
-
-def record_presets(
-    run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Tensor, writer: AsyncWriter
-) -> None:
-    """What every preset would have made of the step, as a table and their cosines."""
-    rows, cosine = compare_presets(run.run_dir / "config.gin", run.algo, seen, gains, key, steps=step - 1)
-    writer.table(step, "lens/presets", rows)
-    writer.image(step, "lens/cosines", heat_map(cosine, cell=16))
-
-
-def record_signal(run: TrainingRun, step: int, seen: Experience, gains: Gains, loggers: RunLoggers) -> None:
-    """The learning signal token by token: RUN/signal/step_N.html, and its strongest tokens in TensorBoard."""
-    (shown, note), writer = token_signals(run, seen, gains), loggers.writer
-    path = run.run_dir / "signal" / f"step_{step}.html"
-    write = partial(write_signal_page, path, run.run_dir, step, shown, note)
-    writer.do(f"the signal of step {step}", partial(look, "the token page", step, loggers.console, write))
-    writer.table(step, "signal/strongest", token_report.strongest_tokens(shown, count=STRONGEST))
-    writer.image(step, "signal/rows", token_report.signal_strip(shown, columns=COLUMNS, cell=CELL))
-
-
-def token_signals(run: TrainingRun, seen: Experience, gains: Gains) -> tuple[token_report.TokenReport, str]:
-    """The learning signal of a step as plain lists, and what it is the signal of. The tokenizer is the training's."""
-    algo, tokenizer = run.algo, run.tokenizer
-    signal, figures = token_report.as_sampled(seen.batch, algo.objective, gains, minibatches=algo.minibatches)
-    decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    special = {*tokenizer.all_special_ids}
-    shown = token_report.token_report(seen, signal, figures, decode, special, rows=PAGE_ROWS)
-    return shown, AS_SAMPLED + REFUSED * without_signal(seen.batch, algo)
-
-
-def write_signal_page(path: Path, run_dir: Path, step: int, shown: token_report.TokenReport, note: str) -> None:
-    """The page that shows a learning signal."""
-    path.parent.mkdir(exist_ok=True)
-    write_bytes(path, token_page.token_page(shown, title=f"Step {step} of {run_dir.name}", note=note).encode())
 
 
 def step_checksums(
@@ -378,38 +290,3 @@ def report_findings(found: Findings, step: int, loggers: RunLoggers) -> list[hea
         loggers.console.line(f"health, {found.rule}: {found.text}")
     loggers.writer.table(step, "health", [found._asdict() for found in every])
     return [*fatal]
-
-
-# -- every preset of gin/algo laid over a configuration
-
-
-def preset_names() -> list[str]:
-    """The presets there are."""
-    return sorted(path.stem for path in (GIN_FOLDER / "algo").glob("*.gin"))
-
-
-def algorithm(config_files: Sequence[str], preset: str | None) -> Algorithm:
-    """The algorithm of a configuration, with a preset laid over it unless that is None."""
-    over = [] if preset is None else [f"algo/{preset}.gin"]
-    config = load_config([*config_files, *over], [])
-    return freeze(config.root.knobs["algorithm"], {})
-
-
-def fitting(
-    config_files: Sequence[str], parts: Sequence[str], *, energy: bool
-) -> tuple[dict[str, Algorithm], dict[str, str]]:
-    """The algorithm of every preset laid over a configuration; and of those that want what the step does not have, why.
-
-    That is parts of the reward other than `parts`, and the energies of tokens where `energy` says they are not there.
-    """
-    fit, refused = {}, {}
-    for name in preset_names():
-        those = algorithm(config_files, name)
-        try:
-            check_parts(those.credit, parts)
-            if "energy" in needs(those.credit) and not energy:
-                raise ValueError("got a step without the energies of its tokens, which the preset's baseline reads")
-            fit[name] = those
-        except ValueError as error:
-            refused[name] = str(error)
-    return fit, refused

@@ -16,8 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from grpo_fn.algo.curriculum import Curriculum
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.algo.supervised import Stage
-from grpo_fn.analysis import health
-from grpo_fn.analysis.evaluation import AnswerExtractor, GradedAnswer, check_sampled, evaluate, grader_names
 from grpo_fn.core.checks import check_positive
 from grpo_fn.core.environment import Environment
 from grpo_fn.core.partials import function_and_knobs, uses_of
@@ -41,6 +39,8 @@ from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.vllm.served_teacher import VllmTeacher
 from grpo_fn.tasks.privileged import PrivilegedPrompt
 from grpo_fn.tasks.task import Task
+from grpo_fn.trainer import health
+from grpo_fn.trainer.evaluation import AnswerExtractor, GradedAnswer, check_sampled, evaluate, grader_names
 
 TeacherModel = str | hf.ModelSource | SelfTeacher | VllmTeacher
 
@@ -292,8 +292,6 @@ class Logging:
     keep_rollouts: int  # of the newest steps
     samples_every: int  # tables of completions in TensorBoard
     checksums_every: int  # of each step's quantities, for replay
-    compare_presets_every: int  # what every preset would have made of the step
-    token_report_every: int  # and the last step: the signal token by token, a page and TensorBoard
     start_kl_every: int  # loss/kl_start, the KL to the start model, of which a frozen copy is kept then
     profile_steps: Sequence[int]  # of which torch.profiler keeps a trace
     mirror: Mirror  # metrics elsewhere, too
@@ -301,7 +299,7 @@ class Logging:
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """Rules that watch the metrics: those of `analysis.health` by name, and functions of your own."""
+    """Rules that watch the metrics: those of `trainer.health` by name, and functions of your own."""
 
     warn: Sequence[str | health.Rule]  # what these find is logged
     stop: Sequence[str | health.Rule]  # what these find ends the run, saved

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_fn.analysis import health
 from grpo_fn.core.batch import pack_rollout, unpack_reward, unpack_rollout
 from grpo_fn.core.json_lines import metrics_by_step, step_lines
 from grpo_fn.core.problem import Problem
@@ -17,6 +16,7 @@ from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.world import World
+from grpo_fn.trainer import health
 
 BEST = "eval/accuracy"  # what keep_best goes by
 

@@ -1,9 +1,10 @@
 """Imports between packages: each package of grpo_fn has a list of those that it may import, and pure ones stay pure.
 
-core < algo, rewards < environments, tasks < analysis are pure; verifier imports nothing of ours, sandbox core alone;
-shell is stateful and knows neither algo nor analysis, but for the warm start of its tiny models, which takes steps of
-the supervised stage; trainer puts both together; train, and the commands run, eval, score, redteam, replay and doctor,
-come last. Nothing imports testing or a command, but redteam has the rewards of score.
+core < algo, rewards < environments, tasks < trainer.health, trainer.evaluation are pure; verifier imports nothing of
+ours, sandbox core alone; shell is stateful and does not know algo, but for the warm start of its tiny models, which
+takes steps of the supervised stage; trainer puts both together; train and the commands run, eval, score and doctor come
+last. The lab looks at what runs leave behind: nothing imports it but its commands redteam and replay. Nothing imports
+testing or a command, but the lab has the rewards of score.
 """
 
 import ast
@@ -14,7 +15,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "grpo_fn"
 
-PURE = {"core", "verifier", "algo", "rewards", "environments", "tasks", "analysis"}
+PURE = {"core", "verifier", "algo", "rewards", "environments", "tasks", "trainer.health", "trainer.evaluation"}
 SCIENCE = {"core", "verifier", "rewards", "environments", "tasks"}  # what the shell may know
 BASE = {
     "shell.world",
@@ -31,7 +32,8 @@ MAY_IMPORT = {
     "rewards": {"core", "verifier"},
     "environments": {"core", "rewards"},
     "tasks": {"core", "rewards"},
-    "analysis": {"core", "verifier", "algo", "rewards"},
+    "trainer.health": set(),
+    "trainer.evaluation": {"core", "verifier", "rewards"},
     "config": set(),
     **dict.fromkeys(BASE, SCIENCE | BASE),
     "shell.warm_start": SCIENCE | BASE | {"algo", "shell.model", "shell.policy"},
@@ -50,8 +52,9 @@ MAY_IMPORT = {
     "run": {"command_line", "config", "train"},
     "eval": {"command_line", *PURE, "shell", "trainer", "config"},
     "score": {"command_line", "core", "shell", "trainer", "config"},
-    "redteam": {"command_line", *PURE, "score", "shell", "trainer", "config"},
-    "replay": {"command_line", *PURE, "shell", "trainer", "config", "train"},
+    "lab": {"command_line", *PURE, "score", "shell", "trainer", "config"},
+    "redteam": {"command_line", "config", "lab.redteam"},
+    "replay": {"command_line", "lab.replay"},
     "doctor": {"command_line", "config"},
     "testing": {*PURE, "shell"},
 }
@@ -101,8 +104,9 @@ NO_TORCH = {
     "run",
     "score",
     "eval.__main__",
-    "redteam.__main__",
-    "replay.__main__",
+    "redteam",
+    "replay",
+    "trainer.health",
     "doctor",
 }
 GIN = {"config.parse"}  # the only module that imports gin
@@ -216,7 +220,7 @@ def test_the_package_itself_imports_nothing() -> None:
         ("core.batch", "import json", "core.batch:1: core is pure and imports json"),
         ("core.types", "from torch import distributed", "core.types:1: core is pure and imports torch.distributed"),
         ("algo.step", "import torch.distributed as d", "algo.step:1: algo is pure and imports torch.distributed"),
-        ("analysis.health", "import tensorboard", "analysis.health:1: analysis is pure and imports tensorboard"),
+        ("trainer.health", "import tensorboard", "trainer.health:1: trainer.health is pure and imports tensorboard"),
         ("rewards.math", "import transformers", "rewards.math:1: rewards is pure and imports transformers"),
         ("core.json_lines", "import os", "core.json_lines:1: core is pure and imports os"),
         ("core.problem", "import torch", "core.problem:1: it has to start without torch and imports torch"),
@@ -226,6 +230,8 @@ def test_the_package_itself_imports_nothing() -> None:
         ("algo.kl", "from grpo_fn import testing", "algo.kl:1: algo imports grpo_fn.testing"),
         ("trainer.loop", "from grpo_fn import testing", "trainer.loop:1: trainer imports grpo_fn.testing"),
         ("testing.losses", "import grpo_fn.trainer.plan", "testing.losses:1: testing imports grpo_fn.trainer.plan"),
+        ("trainer.loop", "import grpo_fn.lab.presets", "trainer.loop:1: trainer imports grpo_fn.lab.presets"),
+        ("eval.measure", "from grpo_fn.lab import paired", "eval.measure:1: eval imports grpo_fn.lab.paired"),
         ("trainer.loop", "import hypothesis", "trainer.loop:1: imports hypothesis, which only testing may"),
         ("utils", "", "utils: no package of MAY_IMPORT in tests/arch/test_arrows.py holds it"),
         ("shell.utils", "", "shell.utils: no package of MAY_IMPORT in tests/arch/test_arrows.py holds it"),

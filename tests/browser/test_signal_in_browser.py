@@ -11,8 +11,8 @@ from browser.chrome import Chrome
 from PIL import Image
 from signal_steps import EPISODES, HOSTILE, looked_at, step
 
-from grpo_fn.analysis.html import token_page
-from grpo_fn.analysis.token_report import TokenReport
+from grpo_fn.lab import token_page
+from grpo_fn.lab.token_page import TokenReport
 
 PROMPTS = ["Tom has 12 apples. <b>How many</b>?\n", "He buys 30 more.  And now?"]
 TOKENS = "document.querySelectorAll('#rows .t[data-i]')"

@@ -19,7 +19,6 @@ TOOLS = {
     "tools/compare.py": [],
     "tools/export.py": [],
     "tools/import_config": [],
-    "tools/compare_algorithms.py": [],
     "tools/make_tiny_model.py": [],
     "tools/report": [],
     "tools/sweep": [],
@@ -241,6 +240,7 @@ MODULES = {
     "grpo_fn.score": ours(one_worker),
     "grpo_fn.redteam": ours(few_problems),
     "grpo_fn.replay": ours(as_it_is),
+    "grpo_fn.lab.lens": ours(as_it_is),
     "grpo_fn.doctor": ours(as_it_is, (0, 1, 2)),  # what it finds is the machine's affair
     "pytest": pytest_module,
     "vllm.entrypoints.launchers.api_server.entry": model_folder,

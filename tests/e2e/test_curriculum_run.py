@@ -14,7 +14,7 @@ from e2e.faults import job
 from e2e.running import SMALL, AtPhase, command, finish, metrics, outcome
 from e2e.test_ranks import same_run
 
-from grpo_fn.replay import __main__ as replay
+from grpo_fn import replay
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.policy.checksums import read_checksums
 

@@ -10,7 +10,7 @@ from e2e.faults import job
 from e2e.running import TESTS, AtPhase, board, command, finish, metrics, timeless
 from judge_server import JudgeServer, Reply, judge_server, mark_in, said
 
-from grpo_fn.replay.__main__ import main as replay
+from grpo_fn.replay import main as replay
 
 MOOD = random.Random(0)
 

@@ -11,7 +11,7 @@ from e2e.running import AfterStep, command, finish, metrics, outcome
 from transformers import AutoTokenizer
 from vllm_stub import Stub
 
-from grpo_fn.replay import __main__ as replaying
+from grpo_fn import replay as replaying
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.policy.fsdp import AVERAGE, WEIGHTS
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from grpo_fn.algo import aggregation, kl, losses, objective
 from grpo_fn.algo.step import Experience
-from grpo_fn.analysis import token_report
 from grpo_fn.core import prng
 from grpo_fn.core.batch import make_batch, outcome_reward
 from grpo_fn.core.problem import Problem, Turn
 from grpo_fn.core.types import Gains, Groups, Rollout, Scores
+from grpo_fn.lab import token_page
 
 UNMOVED = Gains(kl=1.0, entropy=1.0)
 CLIPPED = partial(
@@ -121,7 +121,7 @@ def step(
     return Experience(Groups(problems, rollout, reward), adv, batch), scores
 
 
-def looked_at(experience: Experience, scores: Scores, rows: int = 1000) -> token_report.TokenReport:
+def looked_at(experience: Experience, scores: Scores, rows: int = 1000) -> token_page.TokenReport:
     """As the page gets it."""
-    signal, seen = token_report.signal_of_step(experience.batch, scores, CLIPPED, UNMOVED, minibatches=1)
-    return token_report.token_report(experience, signal, seen, decode, special(), rows=rows)
+    signal, seen = token_page.signal_of_step(experience.batch, scores, CLIPPED, UNMOVED, minibatches=1)
+    return token_page.token_report(experience, signal, seen, decode, special(), rows=rows)

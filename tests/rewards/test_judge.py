@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.analysis.attacks import injected_verdicts
 from grpo_fn.core.problem import Completion, Problem, Turn
+from grpo_fn.lab.attacks import injected_verdicts
 from grpo_fn.rewards.combine import combine, part_names
 from grpo_fn.rewards.judge import Judge, judges_of, marked_score, marked_word, without_chat_marks, word_of
 from grpo_fn.rewards.math import correct

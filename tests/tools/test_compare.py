@@ -13,9 +13,9 @@ import pytest
 from e2e.running import TESTS
 from hypothesis import given
 
-from grpo_fn.analysis.paired import mcnemar, paired_bootstrap, paired_difference
-from grpo_fn.analysis.statistics import wilson
+from grpo_fn.lab.paired import mcnemar, paired_bootstrap, paired_difference
 from grpo_fn.shell.logging import rollout_store
+from grpo_fn.trainer.evaluation import wilson
 
 TOOL = TESTS.parent / "tools" / "compare.py"
 

@@ -13,7 +13,7 @@ import pytest
 import sweep_runner
 from e2e.running import SMALL, TESTS, Forked, metrics
 
-from grpo_fn.analysis.paired import paired_difference
+from grpo_fn.lab.paired import paired_difference
 from grpo_fn.shell.logging import rollout_store
 
 BASE = ["--gin_file", "run/arithmetic.gin", "--gin_file", str(SMALL)]

@@ -27,8 +27,8 @@ from experiments.vmap_sweep.test_idea import (  # its tests are run here, too
 from experiments.vmap_sweep.test_idea import (
     test_policies_that_differ_go_different_ways as test_policies_that_differ_go_different_ways,
 )
-from grpo_fn.analysis.paired import paired_difference
 from grpo_fn.core.display_text import escape_control
+from grpo_fn.lab.paired import paired_difference
 
 TOOL = Path(tool.__file__).parent
 BASE = ["--gin_file", "run/arithmetic.gin", "--gin_file", str(SMALL)]

@@ -14,14 +14,13 @@ from hypothesis import given, settings
 from profiles import quarter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from grpo_fn.analysis import health
 from grpo_fn.core.types import Carry, Gains, RunState
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.checkpoint.store import seal
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 from grpo_fn.shell.world import alone
-from grpo_fn.trainer import async_eval
+from grpo_fn.trainer import async_eval, health
 from grpo_fn.trainer.sections import Health
 from grpo_fn.trainer.state import BEST, Progress, figures_of, null_to_nan
 

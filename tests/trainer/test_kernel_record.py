@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import family
 
-from grpo_fn.replay.diff import RecordedStep, ReplayedStep, circumstances
+from grpo_fn.lab.replay_diff import RecordedStep, ReplayedStep, circumstances
 from grpo_fn.shell.logging.metrics_writer import rewind
 from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.model.logprob_model import PlainKernels

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from pair_spec import Pairing
 
-from grpo_fn.analysis.html import page
-from grpo_fn.analysis.html.page import escape_text
+from grpo_fn.lab import html_page as page
+from grpo_fn.lab.html_page import escape_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "report"))
 

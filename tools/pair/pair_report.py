@@ -10,8 +10,8 @@ from pair_spec import Pairing, trial, trials
 from sweep_runner import folder, output
 from sweep_table import plain, table_markdown
 
-from grpo_fn.analysis.paired import PairedDifference, paired_difference
 from grpo_fn.core.json_lines import metrics_by_step
+from grpo_fn.lab.paired import PairedDifference, paired_difference
 from grpo_fn.shell.atomic_io import to_json, write_bytes
 from grpo_fn.shell.logging import rollout_store
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from grpo_fn.analysis.html.page import escape_text
+from grpo_fn.lab.html_page import escape_text
 
 COLOURS = tuple(f"var(--series-{i})" for i in range(8))  # of colors.css
 WIDTH, HEIGHT = 560.0, 230.0

@@ -16,13 +16,13 @@ import plots
 import report_runs
 from report_runs import Run, series
 
-from grpo_fn.analysis import health
-from grpo_fn.analysis.html import page
-from grpo_fn.analysis.html.page import escape_text
 from grpo_fn.core.display_text import markdown_cell
 from grpo_fn.core.problem import Turn, transcript
+from grpo_fn.lab import html_page as page
+from grpo_fn.lab.html_page import escape_text
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.checkpoint.run_dir import SEED_KNOBS
+from grpo_fn.trainer import health
 
 KL = "loss/kl"
 SEEDS_NOTE = "Runs that differ in their seeds alone are their mean, in a band from the smallest to the largest. "

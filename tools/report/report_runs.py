@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fn.analysis import health
 from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.shell.checkpoint.run_dir import LOCK, MARKER
+from grpo_fn.trainer import health
 
 WARNINGS = 50  # of a run, the newest
 

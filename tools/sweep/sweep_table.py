@@ -118,7 +118,7 @@ def figures(one: Setting) -> dict[str, Any]:
 
 def against_best(best: Setting, one: Setting) -> dict[str, Any]:
     """The paired difference to the first line, over the seeds that both have; nothing of fewer than two."""
-    from grpo_fn.analysis.paired import paired_difference
+    from grpo_fn.lab.paired import paired_difference
 
     shared = [] if one is best else [seed for seed in best.by_seed if seed in one.by_seed]
     if len(shared) < 2:

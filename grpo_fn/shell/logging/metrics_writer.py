@@ -121,11 +121,6 @@ class MetricsWriter(AbstractContextManager):
                 board.add_histogram(tag, flat.numpy(), step)
             self._mirror.histogram(step, tag, flat)
 
-    def image(self, step: int, tag: str, pixels: Tensor) -> None:
-        """A picture `[3, H, W]` of numbers from 0 to 1."""
-        with self._tensorboard() as board:
-            board.add_image(tag, pixels.detach().cpu().numpy(), step)
-
     def layout(self, charts: Mapping[str, Mapping[str, tuple[str, list[str]]]]) -> None:
         """The charts of the tab "Custom Scalars", by heading and title: ("Multiline" or "Margin", tags)."""
         with self._tensorboard() as board:

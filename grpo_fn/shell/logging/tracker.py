@@ -38,7 +38,7 @@ def none() -> Mirror:
 
 
 def wandb(*, destination: str) -> Mirror:
-    """Weights & Biases: scalars, histograms, images and tables of TensorBoard, under the same names, as one run.
+    """Weights & Biases: scalars, histograms and tables of TensorBoard, under the same names, as one run.
 
     Offline, everything stays in RUN_DIR/wandb until `wandb sync RUN_DIR/wandb/offline-run-*`. A run that resumes goes
     on under its id (RUN_DIR/wandb/id); steps that it takes again are there twice, distinguished by `global_step`.
@@ -61,7 +61,7 @@ def wandb(*, destination: str) -> Mirror:
 
 
 class _WandbWriter(MirrorWriter):
-    """Tables; scalars, histograms and images come by way of TensorBoard's events."""
+    """Tables; scalars and histograms come by way of TensorBoard's events."""
 
     def __init__(self, package: Any, opened: Any) -> None:
         self._package, self._opened = package, opened
@@ -131,7 +131,7 @@ def trackio(*, destination: str) -> Mirror:
 
 
 class _TrackioWriter(MirrorWriter):
-    """What TensorBoard gets, apart from images and texts."""
+    """What TensorBoard gets, apart from texts."""
 
     def __init__(self, package: Any, opened: Any) -> None:
         self._package, self._opened = package, opened

@@ -33,7 +33,6 @@ def events(folder: Path) -> list[object]:
 CALLS: list[Callable[[MetricsWriter | AsyncWriter, int], None]] = [
     lambda writer, i: writer.text(i, "samples", f"text {i}"),
     lambda writer, i: writer.histogram(i, "advantage", torch.arange(float(i + 1))),
-    lambda writer, i: writer.image(i, "rows", torch.full((3, 2, 2), 0.5)),
     lambda writer, i: writer.scalars(i, {"loss/kl": i / 3}),
     lambda writer, i: writer.scalars(i, {}) or writer.amend(i, {"eval/accuracy": 0.5}),
     lambda writer, i: writer.layout({"Health": {"KL": ("Multiline", ["loss/kl"])}}),

@@ -20,7 +20,6 @@ from transformers import AutoConfig
 
 from grpo_fn.algo import group_sampling
 from grpo_fn.algo.step import AT_THE_START, Algorithm, from_sampler, from_trainer, grpo_step
-from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Groups
@@ -35,6 +34,7 @@ from grpo_fn.shell.policy.optimizer import adamw
 from grpo_fn.shell.sampler.interface import DataParallelSampler, rank_share, spread_score
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import World, alone
+from grpo_fn.trainer.evaluation import GradedAnswer, evaluate, summarise
 
 pytestmark = pytest.mark.xdist_group("spread")
 EXAMPLES = settings.default.max_examples

@@ -1,0 +1,485 @@
+"""A step of a run again: from the checkpoint before it, compared with what was recorded, and beside other knobs.
+
+Everything happens in memory. Nothing is written into the run folder, whose run may be going on.
+"""
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from grpo_fn.algo.group_sampling import Explore, GroupBatch
+from grpo_fn.algo.step import Experience, without_signal
+from grpo_fn.config import Config, load_config
+from grpo_fn.core.batch import minibatches, pad_rollout
+from grpo_fn.core.checksums import QUANTITIES, differing_quantities, of_curriculum
+from grpo_fn.core.json_lines import metrics_by_step
+from grpo_fn.core.problem import Problem
+from grpo_fn.core.types import Batch, Carry, Gains, Groups, Rollout, Scores
+from grpo_fn.lab.replay_diff import (
+    RecordedStep,
+    ReplayedStep,
+    StoredRollout,
+    circumstances,
+    edited_fields,
+    explain_difference,
+    rounding_difference,
+    side_by_side,
+    tampered_fields,
+)
+from grpo_fn.lab.token_page import signal_as_sampled, signal_page
+from grpo_fn.shell.atomic_io import write_bytes
+from grpo_fn.shell.checkpoint import store
+from grpo_fn.shell.checkpoint.run_dir import MARKER
+from grpo_fn.shell.logging import rollout_store
+from grpo_fn.shell.logging.stopwatch import ErrorContext, Stopwatch
+from grpo_fn.shell.policy import checksums
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.world import Elsewhere, LostRank, World, join_world, leave_lost
+from grpo_fn.trainer.build import build
+from grpo_fn.trainer.checks.validate import check_this_machine, validate
+from grpo_fn.trainer.loop import take_step, training_problem
+from grpo_fn.trainer.model_source import verified_checkpoint
+from grpo_fn.trainer.plan import ValidatedPlan, no_report
+from grpo_fn.trainer.recording import chosen_kernels, recorded_kernels, step_checksums
+from grpo_fn.trainer.run import RunRequest, TrainingRun, check_restored, first_carry, follow_groups
+from grpo_fn.trainer.sections import Settings
+from grpo_fn.trainer.state import unpack_carried
+
+# -- the records of a run, and the state before a step
+
+
+def load_stored_rollout(run_dir: Path, step: int, width: int) -> StoredRollout | None:
+    """The stored rollout of a step, padded to the width that it had; None when there is none.
+
+    Raises ValueError for one that cannot be read.
+    """
+    path = run_dir / "rollouts" / f"step_{step:06d}.jsonl.gz"
+    try:
+        rows = rollout_store.load_rollouts(path)
+        groups = rollout_store.groups_from_rows(rows)
+        rollout = pad_rollout(groups.rollout, max(width, groups.rollout.tokens.shape[1]))
+        return StoredRollout(groups._replace(rollout=rollout), rows)
+    except FileNotFoundError:
+        return None
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise ValueError(f"got {path}, which is broken ({error}), wanted what the run stored") from error
+
+
+def require_stored(stored: StoredRollout | None, run_dir: Path, step: int) -> StoredRollout:
+    """What is stored. Raises ValueError when nothing is."""
+    if stored is None:
+        raise ValueError(
+            f"got no rollout of step {step} in {run_dir / 'rollouts'}, wanted its tokens there "
+            "(sections.Logging.keep_rollouts says how many steps are kept)"
+        )
+    return stored
+
+
+def from_store(run: TrainingRun, stored: StoredRollout) -> Callable[[Explore, Carry], GroupBatch]:
+    """The stored groups in the place of sampled ones, rewarded anew.
+
+    Raises ValueError when the task has other prompts now.
+    """
+    groups = stored.groups
+    problems = tuple(map(training_problem(run), (problem.uid for problem in groups.problems)))
+    for past, drawn in zip(groups.problems, problems, strict=True):
+        if past.prompt != drawn.prompt:
+            raise ValueError(
+                f"problem {drawn.uid}: got the prompt {drawn.prompt[:80]!r}, wanted the stored one, "
+                f"{past.prompt[:80]!r}: has the data changed?"
+            )
+    rollout = tree_map_only(Tensor, lambda x: x.to(run.world.device), groups.rollout)
+    if not rollout.turns:  # of episodes the text is that of the last turn
+        sampled = [tokens[mask].tolist() for tokens, mask in zip(rollout.tokens, rollout.mask, strict=True)]
+        # The stored text may have been edited.
+        rollout = rollout._replace(text=tuple(run.tokenizer.batch_decode(sampled, skip_special_tokens=True)))
+
+    def collect(explore: Explore, carried: Carry, prompts: int) -> GroupBatch:
+        found = Groups(problems, rollout, run.reward(problems, rollout))
+        return GroupBatch(found, found, carried, {})
+
+    return follow_groups(run.settings, run.task, collect)
+
+
+class NoSampler:
+    """A `TrainingSampler` for steps that learn from stored rollouts: it takes no weights, and draws nothing."""
+
+    max_staleness = 0
+
+    def load(self, policy: FSDPPolicy) -> None:
+        """It has no use for them."""
+
+    def rest(self) -> None:
+        """It holds nothing."""
+
+    def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
+        """Raise RuntimeError: who asks has lost what was stored."""
+        raise RuntimeError(f"got {len(problems)} problems to sample, wanted none: the step learns from stored tokens")
+
+    def refill(self, ahead: object) -> None:
+        """It hands out nothing."""
+
+    def drain(self) -> list[dict[str, Any]]:
+        """It has begun nothing."""
+        return []
+
+    def figures(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+    def messages(self) -> list[str]:
+        """None."""
+        return []
+
+
+class RestoredState(NamedTuple):
+    """The state that a policy was brought to."""
+
+    step: int  # after which it was saved; 0 for the model that the run began with
+    carried: Carry
+    notes: list[str]  # where it came from, for people
+
+
+def restore_nearest(run: TrainingRun, last: int) -> RestoredState:
+    """Bring policy and sampler to the newest state that is kept of step `last` or before."""
+    notes, root = [], run.run_dir / "checkpoints"
+    found = run.world.agree(partial(nearest_checkpoint, root, last, notes), what="the checkpoint before the step")
+    if found is None:
+        notes.append("no checkpoint is kept before this step: from the model that the run began with")
+        step, carried, ahead = 0, first_carry(run), []
+    else:
+        step, path, blobs = found
+        notes.append(f"restored {path}")
+        run.policy.restore(partial(store.load_into, path, world=run.world), blobs["policy"])
+        carried = check_restored(run, unpack_carried(blobs["carried"], training_problem(run)))
+        ahead = blobs.get("ahead", [])
+    run.sampler.load(run.policy)
+    run.sampler.refill(ahead)
+    return RestoredState(step, carried, notes)
+
+
+def nearest_checkpoint(root: Path, last: int, notes: list[str]) -> tuple[int, Path, dict[str, Any]] | None:
+    """The newest whole checkpoint of step `last` or before; None when there is none."""
+    for step in reversed([step for step in store.steps(root) if step <= last]):
+        try:
+            path = verified_checkpoint(root / f"step_{step}")
+            return step, path, store.blobs(path)
+        except (ValueError, OSError) as error:  # broken; or deleted this moment by the run
+            notes.append(f"skipped: {error}")
+    return None
+
+
+class Before(NamedTuple):
+    """The state before the step, on the CPU: this rank's part of every tensor, counters, and what is carried."""
+
+    tensors: dict[str, Tensor]
+    counters: Mapping[str, Any]
+    carried: Carry
+    ahead: list[dict[str, Any]]  # batches that are sampled and not yet learned from
+
+
+def before(policy: FSDPPolicy, sampler: Any, carried: Carry) -> Before:
+    """A copy of all that the step begins with."""
+    tensors = {name: local_part(x).detach().cpu().clone() for name, x in policy.tensors().items()}
+    return Before(tensors, policy.counters(), carried, sampler.drain())
+
+
+def copy_state_into(held: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    """Copy the state into tensors that are to be the same ones. Raises ValueError where they are others."""
+    shapes = [{name: (tuple(x.shape), x.dtype) for name, x in some} for some in (held.items(), locally(into).items())]
+    odd = sorted(name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name))
+    if odd:
+        raise ValueError(
+            f"--override: got knobs that change what is trained or how it lies, {odd[0]} and {len(odd) - 1} more, "
+            "wanted some that leave the model, its optimizer and its place as they are"
+        )
+    with torch.no_grad():
+        for name, x in locally(into).items():
+            x.copy_(held[name])
+
+
+def locally(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's parts."""
+    return {name: local_part(x) for name, x in tensors.items()}
+
+
+def local_part(x: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+SAME, DIFFERENT = 0, 1
+AS_SAMPLED = (
+    "As the policy that sampled it saw it, before the first update of the step: every ratio is 1, nothing is clipped "
+    "yet, the entropy is not known."
+)
+REFUSED = " The step was refused: too few groups had a signal, and no update was made."
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """What the command line asks for."""
+
+    run_dir: Path
+    step: int
+    overrides: Sequence[str]  # NAME=VALUE or a gin file
+    stored: bool  # tokens from RUN/rollouts
+    show: Path | None  # where the learning signal goes as a page
+
+
+@dataclass
+class Story:
+    """The result of a replay."""
+
+    first: list[str] = field(default_factory=list)  # about the first difference
+    recorded: bool = False  # whether there was anything to compare the step with
+    taken: ReplayedStep | None = None
+    stored: StoredRollout | None = None  # what it learned from, where that was not sampled again
+    before: Before | None = None
+
+
+def launch_replay(**asked: Any) -> int:
+    """Replay as asked; returns the exit code. Ends with EXIT_LOST when a rank is gone."""
+    try:
+        return replay(ReplayRequest(**asked))
+    except (Elsewhere, LostRank) as error:
+        return leave_lost(error, then="nothing was changed; the same command begins anew")
+
+
+def replay(asked: ReplayRequest) -> int:
+    """Take the step again, say what differs, and what it would have been under other knobs.
+
+    Returns SAME or DIFFERENT. Raises ValueError for a folder that is no run's, a step that was not recorded, a rollout
+    that is wanted and not stored, and overrides that are no knobs or that change what is trained.
+    """
+    if not (asked.run_dir / MARKER).is_file():
+        raise ValueError(f"got {asked.run_dir}, wanted the folder of a run, with {MARKER} in it")
+    if asked.step < 1:
+        raise ValueError(f"--step: got {asked.step}, wanted 1 or later")
+    own, other = replay_config(asked.run_dir, []), replay_config(asked.run_dir, asked.overrides)
+    lines = checksums.read_checksums(asked.run_dir)
+    if asked.step not in lines and not asked.overrides:
+        raise ValueError(
+            f"--step: got {asked.step}, which is not in {asked.run_dir / checksums.FILE}, "
+            f"wanted one of {spans([*lines])} "
+            "(sections.Logging.checksums_every says which steps are recorded)"
+        )
+    settings = Settings(**own.kwargs())
+    checked = validate(settings)
+    world = join_world(settings.compute.device, deadline=settings.parallelism.collective_timeout)
+    story = Story()
+    instead_of = validated_override(other, world) if asked.overrides else None  # before any work
+    with build_replay(asked, own, settings, checked, world) as run:
+        repeat(run, asked=asked, lines=lines, story=story, eps=torch.finfo(checked.dtype).eps)
+    code = world.agree(partial(conclude, asked, story), what="the result")
+    if instead_of is not None:
+        with build_replay(asked, other, *instead_of, world) as run:
+            step_with_override(run, asked=asked, story=story)
+    world.leave()
+    return code
+
+
+def validated_override(other: Config, world: World) -> tuple[Settings, ValidatedPlan]:
+    """The settings with the overrides, once they fit together and these ranks."""
+    settings = Settings(**other.kwargs())
+    checked = validate(settings)
+    settings.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    return settings, checked
+
+
+def replay_config(run_dir: Path, overrides: Sequence[str]) -> Config:
+    """The run's own configuration with others on top. Raises ValueError as `load` does, in this program's words."""
+    files = [name for name in overrides if name.endswith(".gin") and "=" not in name]
+    params = [name for name in overrides if name not in files]
+    try:
+        return load_config([str(run_dir / "config.gin"), *files], params)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--gin_param", "--override")) from error
+
+
+def build_replay(
+    asked: ReplayRequest, config: Config, settings: Settings, checked: ValidatedPlan, world: World
+) -> AbstractContextManager[TrainingRun]:
+    """The pieces of the run, which leave the run folder alone."""
+    request = RunRequest(config, asked.run_dir, dry_run=False, ranks=1, hosts=1, force=False)
+    check_this_machine(settings)
+    return build(settings, checked, request, world, enter=read_only_run, started=time.perf_counter(), report=no_report)
+
+
+def read_only_run(run_dir: Path, **_: Any) -> bool:
+    """Entering a run folder to read in it."""
+    return True
+
+
+def spans(steps: Sequence[int]) -> str:
+    """Steps in short."""
+    listed = sorted(steps)
+    return f"{len(listed)} steps from {listed[0]} to {listed[-1]}" if listed else "none"
+
+
+# -- the run's own step
+
+
+def repeat(
+    run: TrainingRun, *, asked: ReplayRequest, lines: Mapping[int, Mapping[str, Any]], story: Story, eps: float
+) -> None:
+    """Restore, take every step up to the one asked for, and compare each with what was recorded."""
+    say = speaker(run.world)
+    run.pool.judge_record.read_only = True
+    stored = asked.stored or unrepeatable(run, say)
+    if stored:
+        run = replace(run, sampler=NoSampler())
+    start, carried, notes = restore_nearest(run, asked.step - 1)
+    for line in notes:
+        say(line)
+    here = {"weights": run.policy.digests()["weights"], **of_curriculum(carried.curriculum)}
+    recorded = {name: value for name, value in lines.get(start, {}).items() if name in here}
+    story.first = [
+        f"step {start}, {name}: {recorded[name]} recorded, {here[name]} in the checkpoint"
+        for name in differing_quantities(recorded, here)
+    ]
+    figures = metrics_by_step(asked.run_dir, torn_end=True)
+    for step in range(start + 1, asked.step + 1):
+        if step == asked.step and asked.overrides:
+            story.before = before(run.policy, run.sampler, carried)
+        line = lines.get(step, {})
+        kept = run.world.agree(
+            partial(load_stored_rollout, asked.run_dir, step, line.get("width", 0)), what="the stored rollout"
+        )
+        if run.environments is not None and kept is not None:
+            run.environments.tape.strict = True
+            run.environments.tape.add(kept.rows)
+        was = RecordedStep(line, figures.get(step, {}), kept, recorded_kernels(asked.run_dir, step))
+        story.stored = require_stored(was.stored, run.run_dir, step) if stored else None
+        gains = carried.gains
+        story.taken, carried = replay_one_step(run, carried, step, story.stored)
+        if step == asked.step and asked.show is not None and run.world.main:
+            write_signal_page(run, step, story.taken.seen, gains, asked.show)
+            say(f"the learning signal of step {step} is in {asked.show}")
+        compare_step(run, step, was, story, eps, say)
+
+
+def write_signal_page(run: TrainingRun, step: int, seen: Experience, gains: Gains, path: Path) -> None:
+    """The step token by token, as the policy that sampled it saw it."""
+    algo, scores = run.algo, Scores(seen.batch.logp_old, torch.zeros_like(seen.batch.logp_old))
+    signal, figures = signal_as_sampled(seen.batch, scores, algo.objective, gains, minibatches=algo.minibatches)
+    note = AS_SAMPLED + REFUSED * without_signal(seen.batch, algo)
+    title = f"Step {step} of {run.run_dir.name}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, signal_page(seen, signal, figures, run.tokenizer, title=title, note=note).encode())
+
+
+def unrepeatable(run: TrainingRun, say: Callable[[str], None]) -> bool:
+    """Whether the tokens have to be the stored ones, because the engine would draw others."""
+    sampler = run.sampler.sampler
+    if not run.sampler.repeatable:
+        say(f"{type(sampler).__name__} cannot repeat its tokens: the stored ones are learned from")
+    elif sampler.overlaps:
+        say("the servers may be at work for the run itself: the stored tokens are learned from")
+    return sampler.overlaps or not run.sampler.repeatable
+
+
+def replay_one_step(
+    run: TrainingRun, carried: Carry, step: int, stored: StoredRollout | None
+) -> tuple[ReplayedStep, Carry]:
+    """One step, and what the next one gets; learning from the stored rollout where one is given."""
+    if stored is not None:
+        run = replace(run, algo=replace(run.algo, group_sampling=from_store(run, stored)))
+    clock, noted = Stopwatch(), run.policy.note()
+    with ErrorContext(run.world, step, clock):
+        seen, carried, figures = take_step(run, step, carried, clock.span)
+        line = step_checksums(run, step, seen, carried, noted)
+    algo = run.algo
+    parts = micro_batch_rows(seen.batch, run.policy.split_rows, epochs=algo.epochs, parts=algo.minibatches)
+    signal = signal_by_row(seen.batch, parts, noted.signals)
+    return ReplayedStep(seen, figures, line, signal, chosen_kernels(run)), carried
+
+
+def micro_batch_rows(batch: Batch, split: Callable[[Batch], list[Tensor]], *, epochs: int, parts: int) -> list[Tensor]:
+    """The rows of a step's micro-batches, in the order in which they go to the policy; of `parts` minibatches."""
+    size = len(batch.mask) // parts
+    return [
+        torch.where(rows < 0, rows, rows + number * size)
+        for _ in range(epochs)
+        for number, mini in enumerate(minibatches(batch, parts))
+        for rows in split(mini)
+    ]
+
+
+def signal_by_row(batch: Batch, parts: Sequence[Tensor], sent: Sequence[tuple[Batch, Scores]]) -> Scores:
+    """The learning signal of every row `[B, T]`, summed over the epochs; `sent` is what the policy got of each part.
+
+    That is nothing when the step was refused.
+    """
+    whole = Scores(*(torch.zeros_like(batch.logp_sampled) for _ in Scores._fields))
+    for rows, (part, signal) in zip(parts, sent, strict=bool(sent)):
+        for into, x in zip(whole, signal, strict=True):
+            into[:, : part.mask.shape[1]].index_add_(0, rows.clamp(min=0), torch.where(part.mask, x, 0.0))
+    return whole
+
+
+def compare_step(
+    run: TrainingRun, step: int, was: RecordedStep, story: Story, eps: float, say: Callable[[str], None]
+) -> None:
+    """Say which quantities of the step differ; about the first difference of all, everything that is known."""
+    now, report = story.taken, []
+    names = differing_quantities(was.line, now.line)
+    if names:
+        report.append(f"step {step}, {names[0]}: {was.line[names[0]]} recorded, {now.line[names[0]]} now")
+    if odd := tampered_fields(was):
+        report.append(f"step {step}, {odd[0]}: the rollout in {run.run_dir / 'rollouts'} is not the recorded one")
+    if report:
+        report += explain_difference(names[0] if names else odd[0], was, now, run.tokenizer.decode)
+        report += [*circumstances(was, now), *filter(None, [rounding_difference(was, now, eps)])]
+    elif was.line and (edited := edited_fields(was, now, sampled_anew=story.stored is None)):
+        report = [f"step {step}, {edited[0]}", *edited[1:5]]
+    story.first, story.recorded = story.first or report, bool(was.line)
+    alike = f"{', '.join(name for name in QUANTITIES if name in was.line)} as recorded"
+    if not was.line:
+        alike = "; ".join(["not recorded", *circumstances(was, now)])
+    say(f"step {step}: " + (f"{', '.join(names)} differ" if names else alike))
+
+
+def conclude(asked: ReplayRequest, story: Story) -> int:
+    """Print the result; the exit code."""
+    if story.first:
+        print("first difference: " + "\n  ".join(story.first), flush=True)
+        return DIFFERENT
+    if story.recorded:
+        print(f"step {asked.step} of {asked.run_dir} is what it was", flush=True)
+    return SAME
+
+
+def speaker(world: World) -> Callable[..., None]:
+    """`print` on the main rank; the others are silent."""
+    return partial(print, flush=True) if world.main else print_nothing
+
+
+def print_nothing(*_: Any, **__: Any) -> None:
+    """What the other ranks say."""
+
+
+# -- under other knobs
+
+
+def step_with_override(run: TrainingRun, *, asked: ReplayRequest, story: Story) -> None:
+    """The step from the same state, under these knobs, beside the run's own."""
+    say, step = speaker(run.world), asked.step
+    run.policy.restore(partial(copy_state_into, story.before.tensors), story.before.counters)
+    if story.stored is not None:
+        run = replace(run, sampler=NoSampler())
+    run.sampler.load(run.policy)
+    run.sampler.refill(story.before.ahead)
+    other, _ = replay_one_step(run, check_restored(run, story.before.carried), step, story.stored)
+    say(f"step {step} with {', '.join(asked.overrides)}:", *side_by_side(story.taken, other), sep="\n")

@@ -1,0 +1,298 @@
+"""How a step that was taken again differs from what was recorded of it, or from itself under other knobs, in words."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
+
+from grpo_fn.algo.metrics import sample_advantages
+from grpo_fn.algo.step import Experience
+from grpo_fn.core import checksums
+from grpo_fn.core.checksums import QUANTITIES, differing_quantities
+from grpo_fn.core.types import Groups, Reward, Rollout, Scores
+from grpo_fn.lab import presets
+from grpo_fn.shell.atomic_io import to_json
+from grpo_fn.shell.logging.rollout_store import rollout_rows
+
+Decode = Callable[[list[int]], str]
+CIRCUMSTANCES = ("ranks", "device", "torch")
+MACHINE = ("time/", "system/", "generation/tokens_per_second", "generation/wait_seconds")  # no two runs have the same
+NOT_REPEATED = (*MACHINE, "eval/")  # figures that a step does not make
+MOST_ROUNDING = 0.02  # relative difference that is called rounding in any precision
+
+
+class StoredRollout(NamedTuple):
+    """The rollout of a step that the run has kept."""
+
+    groups: Groups
+    rows: list[dict[str, Any]]  # of the file
+
+
+class RecordedStep(NamedTuple):
+    """What a run recorded of a step."""
+
+    line: Mapping[str, Any]  # of digests.jsonl; empty when there is none
+    figures: Mapping[str, float | None]  # of metrics.jsonl
+    stored: StoredRollout | None
+    kernels: Mapping[str, str]  # on CUDA alone
+
+
+class ReplayedStep(NamedTuple):
+    """A step that was taken again."""
+
+    seen: Experience
+    figures: Mapping[str, float]
+    line: Mapping[str, Any]  # as it would stand in digests.jsonl
+    signal: Scores  # the learning signal of every row, [B T], summed over the epochs
+    kernels: Mapping[str, str]  # on CUDA alone
+
+
+# -- against what was recorded
+
+
+def tampered_fields(was: RecordedStep) -> list[str]:
+    """What of the stored rollout is not what the step had, by its digests."""
+    if was.stored is None:
+        return []
+    groups = was.stored.groups
+    now = {"tokens": checksums.rollout_checksums(groups.rollout), "rewards": checksums.reward_checksums(groups.reward)}
+    return [
+        name
+        for name, number in now.items()
+        if was.line.get(name, checksums.hex_digest(number)) != checksums.hex_digest(number)
+    ]
+
+
+def edited_fields(was: RecordedStep, now: ReplayedStep, *, sampled_anew: bool) -> list[str]:
+    """What was changed in the record of a step that came out the same by its digests.
+
+    That is: the quantities missing in digests.jsonl; the first row and field of the stored rollout that differ; the
+    figures of metrics.jsonl that differ, where the step was sampled anew on the same ranks, device and torch.
+    """
+    found = []
+    wanted = [name for name in QUANTITIES if name in now.line]
+    if missing := [name for name in wanted if name not in was.line]:
+        found.append(f"its line in digests.jsonl: got no {', '.join(missing)}, wanted {', '.join(wanted)}")
+    if was.stored is not None:
+        found += edited_row(was.stored, now)
+    if sampled_anew and not circumstances(was, now):
+        pairs = differing_figures(was.figures, now.figures).items()
+        found += [f"{name} in metrics.jsonl: {of:.9g} recorded, {here:.9g} now" for name, (of, here) in pairs]
+    return found
+
+
+def edited_row(stored: StoredRollout, now: ReplayedStep) -> list[str]:
+    """The first row and field of the stored rollout that are others than the step's."""
+    problems, rollout, reward = tree_map_only(Tensor, Tensor.cpu, now.seen.groups)
+    adv = sample_advantages(now.seen.adv, now.seen.groups).cpu()
+    size = len(rollout.text) // len(problems)
+    if len(stored.rows) != len(rollout.text):
+        return [f"rows in rollouts/: {len(stored.rows)} stored, {len(rollout.text)} now"]
+    for b, here in enumerate(rollout_rows(problems, size, rollout, reward, adv)):
+        for name, value in json.loads(to_json(here)).items():
+            if (of := stored.rows[b].get(name)) != value:
+                return [f"{row_label(stored.groups, b)}, {name} in rollouts/: {short(of)} stored, {short(value)} now"]
+    return []
+
+
+def short(value: object) -> str:
+    """A stored value in at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def explain_difference(name: str, was: RecordedStep, now: ReplayedStep, decode: Decode) -> list[str]:
+    """Where the quantity first differs, with both values, as far as that is stored; then the figures that differ."""
+    differences = []
+    if name in PLACES and was.stored is None:
+        differences.append("the rollout of this step is not stored, so it is not known where")
+    elif name in PLACES and (place := PLACES[name](was, now, decode)):
+        differences.append(place)
+    found = differing_figures(was.figures, now.figures)
+    listed = [f"{key} {of:.9g} recorded, {here:.9g} now" for key, (of, here) in found.items()]
+    return [*differences, *listed[:5], *([f"and {len(listed) - 5} more figures"] if len(listed) > 5 else [])]
+
+
+def circumstances(was: RecordedStep, now: ReplayedStep) -> list[str]:
+    """What else is not as it was."""
+    pairs = {name: (was.line.get(name), now.line[name]) for name in CIRCUMSTANCES}
+    both = [what for what in was.kernels if what in now.kernels]
+    pairs |= {f"kernels, {what}": (was.kernels[what], now.kernels[what]) for what in both}
+    return [f"{name}: {of} recorded, {here} now" for name, (of, here) in pairs.items() if of not in (None, here)]
+
+
+def rounding_difference(was: RecordedStep, now: ReplayedStep, eps: float) -> str:
+    """The largest relative difference of what both have in numbers, if it is no more than rounding can be.
+
+    With other tokens, and without any numbers, it is not known: the answer is empty.
+    """
+    found = {}
+    if was.line.get("tokens") != now.line["tokens"]:
+        return ""
+    if was.stored is not None and recorded_logp(was):
+        rollout = was.stored.groups.rollout
+        old = now.seen.batch.logp_old[now.seen.groups.rollout.mask].cpu()
+        found["old log-probs"] = relative_difference(rollout.logp_sampled[rollout.mask], old)
+    norm = was.figures.get("loss/grad_norm")
+    if norm is not None and "loss/grad_norm" in now.figures:
+        found["gradient norm"] = relative_difference(
+            torch.tensor([norm]), torch.tensor([now.figures["loss/grad_norm"]])
+        )
+    if not found or not 0 < max(found.values()) <= min(256 * eps, MOST_ROUNDING):
+        return ""
+    return "differs by rounding: max relative difference " + ", ".join(
+        f"{value:.1e} of the {name}" for name, value in found.items()
+    )
+
+
+def relative_difference(was: Float[Tensor, "N"], now: Float[Tensor, "N"]) -> float:
+    """max |now - was| / max |was|; 0 of equal ones."""
+    apart, largest = (float(x.abs().max()) if len(x) else 0.0 for x in (now.double() - was.double(), was.double()))
+    return apart / largest if largest else float("inf" if apart else 0.0)
+
+
+def differing_figures(was: Mapping[str, float | None], now: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """The figures that both have and that differ; what the machine did is not among them."""
+    both = {name: (of, now[name]) for name, of in was.items() if name in now and not name.startswith(NOT_REPEATED)}
+    return {name: (of, here) for name, (of, here) in both.items() if of is not None and of != here}
+
+
+# -- where
+
+
+def other_token(was: RecordedStep, now: ReplayedStep, decode: Decode) -> str:
+    """The first row and token that differ."""
+    groups, rollout = was.stored.groups, now.seen.groups.rollout
+    recorded, found = rows_of(groups.rollout), rows_of(rollout)
+    for b, (of, here) in enumerate(zip(recorded, found, strict=False)):
+        for t in range(max(len(of), len(here))):
+            one, other = (row[t] if t < len(row) else None for row in (of, here))
+            if one != other:
+                start = int(groups.rollout.mask[b].int().argmax())
+                part = f"prompt token {t}" if t < start else f"sampled token {t - start}"
+                before, after = token_label(one, other, decode), token_label(other, one, decode)
+                return f"{row_label(groups, b)}, {part}: {before} recorded, {after} now"
+        if bool(groups.rollout.truncated[b]) != bool(rollout.truncated[b]):
+            of, here = bool(groups.rollout.truncated[b]), bool(rollout.truncated[b])
+            return f"{row_label(groups, b)}, truncated: {of} recorded, {here} now"
+    return f"rows: {len(recorded)} recorded, {len(found)} now" if len(recorded) != len(found) else ""
+
+
+def rows_of(rollout: Rollout) -> list[list[tuple[int, bool]]]:
+    """Every row up to its last sampled token, each token with whether it was sampled."""
+    pairs = zip(rollout.tokens.tolist(), rollout.mask.tolist(), strict=True)
+    rows = [list(zip(tokens, mask, strict=True)) for tokens, mask in pairs]
+    return [row[: max((t + 1 for t, (_, sampled) in enumerate(row) if sampled), default=0)] for row in rows]
+
+
+def token_label(token: tuple[int, bool] | None, beside: tuple[int, bool] | None, decode: Decode) -> str:
+    """A token as a person would read it; whether it was sampled, if the one beside it differs in that alone."""
+    if token is None:
+        return "nothing"
+    number, sampled = token
+    how = "" if beside is None or sampled == beside[1] else ", sampled" if sampled else ", not sampled"
+    return f"{number} {decode([number])!r}{how}"
+
+
+def row_label(groups: Groups, b: int) -> str:
+    """Row b = p * G + g by its problem."""
+    size = len(groups.rollout.text) // len(groups.problems)
+    return f"row {b} (problem {groups.problems[b // size].uid}, sample {b % size})"
+
+
+def other_reward(was: RecordedStep, now: ReplayedStep, decode: Decode) -> str:
+    """The first row whose reward, validity or part differs."""
+    groups, reward = was.stored.groups, now.seen.groups.reward
+    of, here = reward_columns(groups.reward), reward_columns(reward)
+    for name in of:
+        if name not in here or of[name].shape != here[name].shape:
+            return f"{name}: got other rewards than recorded"
+        odd = (of[name] != here[name]).nonzero()
+        if len(odd):
+            b = int(odd[0])
+            return f"{row_label(groups, b)}, {name}: {of[name][b].item():g} recorded, {here[name][b].item():g} now"
+    return ""
+
+
+def reward_columns(reward: Reward) -> dict[str, Tensor]:
+    """Everything in a reward, row by row."""
+    named = {"reward": reward.value, "valid": reward.valid.int(), **{f"part {k}": x for k, x in reward.parts.items()}}
+    return {name: x.flatten().cpu() for name, x in named.items()}
+
+
+def other_advantage(was: RecordedStep, now: ReplayedStep, decode: Decode) -> str:
+    """The first row whose first sampled token has another advantage."""
+    seen = now.seen
+    here = sample_advantages(seen.adv, seen.groups).flatten().tolist()
+    for b, (row, value) in enumerate(zip(was.stored.rows, here, strict=False)):
+        if (of := row["advantage"]) not in (None, value):
+            return f"{row_label(was.stored.groups, b)}: advantage {of:g} recorded, {value:g} now"
+    return ""
+
+
+def other_logp(was: RecordedStep, now: ReplayedStep, decode: Decode) -> str:
+    """The first sampled token whose old log-prob differs, where those are the sampler's, which are stored."""
+    groups, mask = was.stored.groups, now.seen.groups.rollout.mask.cpu()
+    if not recorded_logp(was) or was.line["tokens"] != now.line["tokens"]:
+        return ""
+    of, here = groups.rollout.logp_sampled[groups.rollout.mask], now.seen.batch.logp_old.cpu()[mask]
+    odd = (of != here).nonzero()
+    if not len(odd):
+        return ""
+    b, t = mask.nonzero()[int(odd[0])].tolist()
+    start = int(mask[b].int().argmax())
+    return (
+        f"{row_label(groups, b)}, sampled token {t - start}: {of[odd[0]].item():.9g} recorded, "
+        f"{here[odd[0]].item():.9g} now"
+    )
+
+
+def recorded_logp(was: RecordedStep) -> bool:
+    """Whether the stored log-probs are those that the ratio was taken with."""
+    rollout = was.stored.groups.rollout
+    return was.line.get("logp_old") == checksums.hex_digest(checksums.of_sampled(rollout.logp_sampled, rollout.mask))
+
+
+PLACES = {"tokens": other_token, "rewards": other_reward, "advantages": other_advantage, "logp_old": other_logp}
+
+
+# -- beside other knobs
+
+
+def side_by_side(plain: ReplayedStep, other: ReplayedStep) -> list[str]:
+    """Both steps figure by figure, the digests that differ, and how alike the learning signals are."""
+    names = [name for name in {**plain.figures, **other.figures} if not name.startswith(NOT_REPEATED)]
+    width = max(map(len, names))
+    lines = [f"{'':{width}}  {'replayed':>14}  {'overridden':>14}"]
+    for name in names:
+        one, two = plain.figures.get(name), other.figures.get(name)
+        lines.append(f"{name:{width}}  {figure_text(one):>14}  {figure_text(two):>14}{'' if one == two else '  *'}")
+    odd = differing_quantities(plain.line, other.line)
+    alike = [name for name in QUANTITIES if name in plain.line and name not in odd]
+    lines.append(f"the same bits: {', '.join(alike) or 'none'}; others: {', '.join(odd) or 'none'}")
+    return [*lines, direction(plain, other)]
+
+
+def figure_text(value: float | None) -> str:
+    """A figure, or that there is none."""
+    return "-" if value is None else f"{value:.6g}"
+
+
+def direction(plain: ReplayedStep, other: ReplayedStep) -> str:
+    """How alike the two learning signals are, if they are about the same tokens."""
+    if plain.line["tokens"] != other.line["tokens"]:
+        return "learning signals: of other tokens, so there is no cosine"
+    width = max(taken.signal.logp.shape[1] for taken in (plain, other))
+    flat = [
+        torch.cat([pad(x.cpu().double(), (0, width - x.shape[1])) for x in taken.signal]) for taken in (plain, other)
+    ]
+    one, two = (float(x.norm()) for x in flat)
+    if not one or not two:
+        return f"learning signals: norm {one:.6g} replayed, {two:.6g} overridden; there is no cosine with nothing"
+    cosine = float(presets.cosines(torch.stack(flat))[0, 1])
+    return f"learning signals: cosine {cosine:.6f}, norm {one:.6g} replayed, {two:.6g} overridden"

@@ -1,0 +1,265 @@
+"""A policy on held-out problems: one greedy answer to each, and as many sampled ones as asked for.
+
+`evaluate` finds out about every problem by itself, `summarise` adds up. What was found may come in parts, from several
+calls or several ranks, and in any order: the figures are those of the whole.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import comb, fsum
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from grpo_fn.core import prng
+from grpo_fn.core.problem import Problem, RewardFn, Scorer, Turn, transcript, verdict_name
+from grpo_fn.core.types import Sampler
+from grpo_fn.rewards.combine import completions_of, part_names
+from grpo_fn.verifier.extract import LONGEST_ANSWER, marked_answer
+from grpo_fn.verifier.spelling import plain_answer
+
+# The answer that a completion marks, spelt one way; None where it marks none.
+AnswerExtractor = Callable[[str], str | None]
+
+_SIZED = re.compile(r"\\(?:left|right)(?![A-Za-z])")
+_NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+
+# Names that eval/<judge> would take from the other figures.
+TAKEN = {
+    *{"accuracy", "accuracy_low", "accuracy_high", "problems", "unscorable", "length_mean", "truncated", "samples"},
+    *{"lag_steps", "seconds"},
+}
+
+
+def check_sampled(samples: int, ks: Sequence[int], by: Sequence[str]) -> None:
+    """Raise ValueError for numbers of samples, ks and keys that do not fit together."""
+    if samples < 0:
+        raise ValueError(f"evaluation samples: got {samples}, wanted 0 for none or a number of them")
+    if isinstance(by, str):
+        raise ValueError(f"evaluation by: got {by!r}, wanted a list of keys, such as ({by!r},)")
+    odd = [k for k in ks if not 1 <= k <= samples]
+    if samples and (odd or not ks):
+        raise ValueError(
+            f"evaluation ks: got {list(ks)} with {samples} samples a problem, wanted each of them from 1 to {samples}"
+        )
+
+
+class Attempt(NamedTuple):
+    """One completion, and what the judges say of it."""
+
+    text: str
+    marked: str | None  # its answer; "" where it marks none, None where completions have no answer to mark
+    scores: dict[str, float | None]  # by judge, the deciding one first; None: could not be scored
+    length: int  # sampled tokens
+    truncated: bool
+    turns: tuple[Turn, ...] = ()  # of an episode, whose last turn `text` is
+
+    def row(self) -> dict[str, Any]:
+        """All of it by name; `turns` where it is an episode."""
+        fields = {**self._asdict(), "verdict": self.verdict, "turns": [turn._asdict() for turn in self.turns]}
+        return {name: value for name, value in fields.items() if name != "turns" or value}
+
+    @property
+    def verdict(self) -> str:
+        """right, wrong or unscorable, as the first judge says."""
+        return verdict_name(next(iter(self.scores.values())))
+
+
+class GradedAnswer(NamedTuple):
+    """One problem, with everything that was found out about the policy's answers to it."""
+
+    problem: Problem
+    greedy: Attempt
+    samples: tuple[Attempt, ...]
+
+    def row(self) -> dict[str, Any]:
+        """All of it by name, one level deep but for samples and turns; `answer` is the problem's."""
+        uid, prompt, answer, meta = self.problem
+        asked = {"uid": uid, "prompt": prompt, "answer": answer, "meta": dict(meta)}
+        return {**asked, **self.greedy.row(), "samples": [attempt.row() for attempt in self.samples]}
+
+    def display_fields(self) -> dict[str, str]:
+        """What a person reads of it."""
+        predicted = {} if self.greedy.marked is None else {"prediction": self.greedy.marked}
+        asked = {"problem": self.problem.prompt, "completion": transcript(self.greedy.text, self.greedy.turns)}
+        return {**asked, **predicted, "truth": self.problem.answer, "verdict": self.greedy.verdict}
+
+
+def evaluate(
+    greedy: Sampler,
+    sampled: Sampler,
+    problems: Sequence[Problem],
+    *,
+    key: Tensor,
+    judges: Sequence[RewardFn],
+    samples: int,
+    answer: AnswerExtractor | None,
+    score: Scorer,
+) -> list[GradedAnswer]:
+    """A greedy completion of every problem and `samples` drawn ones, judged; in the order of the problems.
+
+    What is found about a problem depends on (weights, problem, key) alone, so problems may come in any order and in
+    any number of calls. Raises ValueError when the judges have no names of their own.
+    """
+    names = grader_names(judges)
+    keys = prng.split(key, 2)  # sample folds uids into the key it is given, so that key is for nothing else
+    completions = completions_of(greedy.sample(problems, 1, key=keys[0])) if problems else []
+    if problems and samples:
+        completions += completions_of(sampled.sample(problems, samples, key=keys[1]))
+    asked = [*problems, *(problem for problem in problems for _ in range(samples))]
+    columns = [score(judge, asked, completions) for judge in judges]
+    attempts = []
+    for completion, *scores in zip(completions, *columns, strict=True):
+        marked = None if answer is None else answer(completion.text) or ""
+        by_judge = dict(zip(names, scores, strict=True))
+        ended = (completion.length, completion.truncated, completion.turns)
+        attempts.append(Attempt(completion.text, marked, by_judge, *ended))
+    n = len(problems)
+    return [
+        GradedAnswer(problem, attempts[i], tuple(attempts[n + i * samples : n + (i + 1) * samples]))
+        for i, problem in enumerate(problems)
+    ]
+
+
+def final_answer(text: str) -> str | None:
+    r"""The marked answer in one spelling: `plain_answer`, without spaces, `\left`, `\right` and commas within a number.
+
+    Answers that are equal as mathematics, yet written otherwise, are different votes: 0.5, 1/2 and `\frac{1}{2}`.
+
+    Args:
+        text: a completion.
+
+    Returns:
+        The answer; None where none is marked, or it is longer than `LONGEST_ANSWER` characters, as for the judges.
+    """
+    answer = marked_answer(text)
+    if answer is None or len(answer) > LONGEST_ANSWER:
+        return None
+    spelt = _SIZED.sub("", "".join(plain_answer(answer).split())).replace(r"\dfrac", r"\frac")
+    return spelt.replace(",", "") if _NUMBER.fullmatch(spelt) else spelt
+
+
+def grader_names(judges: Sequence[RewardFn]) -> list[str]:
+    """The functions' names, as for reward parts. Raises ValueError for none, for two alike and for a figure's name."""
+    if not judges:
+        raise ValueError("judges: got none, wanted at least one: the first says what is right")
+    names = part_names(judges)
+    if odd := TAKEN.intersection(names[1:]):
+        raise ValueError(f"judges: got one called {min(odd)}, wanted another name: eval/{min(odd)} is a figure already")
+    return names
+
+
+def summarise(judged: Sequence[GradedAnswer], *, ks: Sequence[int], by: Sequence[str]) -> dict[str, float]:
+    """The figures of an evaluation, whatever the order of its problems.
+
+    `eval/accuracy` is the share of greedy completions that the first judge calls right, of those that it could score,
+    between the ends of its 95 % interval (`wilson`); `eval/<judge>` the mean score that another judge gives, of those
+    that this one could score; `eval/<key>/<value>` the accuracy on problems with that value under a key of `by`. With
+    samples, `eval/pass@k` and `eval/maj@k` are means over problems (`estimate_pass_at_k`, `maj_at_k`); a sample that
+    could not be scored is not right, and a problem with no sample that could is left out. Lengths count sampled tokens.
+
+    Raises ValueError when nothing was evaluated.
+    """
+    if not judged:
+        raise ValueError("evaluation: got no problems, wanted at least one that is held out")
+    attempts = [row.greedy for row in judged]
+    known, right = tally(judged)
+    low, high = wilson(right, known)
+    others = list(attempts[0].scores)[1:]
+    return {
+        "eval/accuracy": right / known if known else float("nan"),
+        "eval/accuracy_low": low,
+        "eval/accuracy_high": high,
+        **{
+            f"eval/{name}": exact_mean([a.scores[name] for a in attempts if a.scores[name] is not None])
+            for name in others
+        },
+        **{
+            f"eval/{key}/{value}": right / known
+            for key in by
+            for value, rows in problems_by_meta(judged, key).items()
+            for known, right in [tally(rows)]
+            if known
+        },
+        "eval/problems": float(len(judged)),
+        "eval/unscorable": float(len(judged) - known),
+        "eval/length_mean": exact_mean([a.length for a in attempts]),
+        "eval/truncated": exact_mean([a.truncated for a in attempts]),
+        **sampled_accuracy(judged, ks),
+    }
+
+
+def sampled_accuracy(judged: Sequence[GradedAnswer], ks: Sequence[int]) -> dict[str, float]:
+    """pass@k and maj@k; nothing without samples, no maj@k where completions have no answer to vote for."""
+    drawn = [row.samples for row in judged if any(a.verdict != "unscorable" for a in row.samples)]
+    right = [[a.verdict == "right" for a in samples] for samples in drawn]
+    votes = [[a.marked for a in samples] for samples in drawn]
+    if not judged[0].samples:
+        return {}
+    passed = {f"eval/pass@{k}": exact_mean([estimate_pass_at_k(len(r), sum(r), k) for r in right]) for k in ks}
+    if judged[0].greedy.marked is None:
+        return passed
+    return passed | {
+        f"eval/maj@{k}": exact_mean([maj_at_k(v, r, k) for v, r in zip(votes, right, strict=True)]) for k in ks
+    }
+
+
+def tally(judged: Sequence[GradedAnswer]) -> tuple[int, int]:
+    """(greedy completions that could be scored, those that are right)."""
+    words = Counter(row.greedy.verdict for row in judged)
+    return words["right"] + words["wrong"], words["right"]
+
+
+def problems_by_meta(judged: Sequence[GradedAnswer], key: str) -> dict[str, list[GradedAnswer]]:
+    """The problems whose meta has a value under the key, sorted; other than letters, digits and `_.-` becomes _."""
+    groups: dict[str, list[GradedAnswer]] = {}
+    for row in judged:
+        if (value := row.problem.meta.get(key)) is not None:
+            groups.setdefault(re.sub(r"[^\w.-]+", "_", str(value)), []).append(row)
+    return dict(sorted(groups.items()))
+
+
+# -- shares of problems: what a share says, and what samples say about one
+
+
+def exact_mean(values: Sequence[float | int]) -> float:
+    """Their mean, to the last bit the same in any order; nan of none."""
+    return fsum(values) / len(values) if values else float("nan")
+
+
+def wilson(right: int, n: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a binomial share (Wilson 1927); (0, 1) of no trials."""
+    if n == 0:
+        return 0.0, 1.0
+    z = 1.959963984540054
+    p, scale = right / n, 1 + z * z / n
+    centre = (p + z * z / (2 * n)) / scale
+    half = z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5 / scale
+    return centre - half if right else 0.0, centre + half if right < n else 1.0  # not a rounding off 0 or 1
+
+
+def estimate_pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that k of n samples, drawn without replacement, hold one of the c right ones: 1 - C(n-c, k) / C(n, k).
+
+    An unbiased estimate of the chance that k samples hold a right one, 1 - (1 - p)^k (Chen et al. 2021,
+    arXiv:2107.03374, eq. 1 in section 2.1). Wants 0 <= c <= n and 1 <= k <= n.
+    """
+    return 1 - comb(n - c, k) / comb(n, k)
+
+
+def maj_at_k(votes: Sequence[str], right: Sequence[bool], k: int) -> float:
+    """How often the majority of k samples is right, in the n // k disjoint runs of k consecutive samples of n.
+
+    A sample votes for the answer it marks, if it marks one. A run is right when the sample that first gave the winning
+    answer is; without any vote it is wrong. The vote is that of self-consistency (Wang et al. 2022, arXiv:2203.11171).
+    """
+    starts = range(0, len(votes) - k + 1, k)
+    winners = ((start, majority(votes[start : start + k])) for start in starts)
+    return exact_mean([place is not None and right[start + place] for start, place in winners])
+
+
+def majority(votes: Sequence[str]) -> int | None:
+    """The place of the first vote for the winner: of the answers with most votes the one given first; "" is no vote."""
+    counts = Counter(filter(None, votes))
+    return votes.index(max(counts, key=counts.__getitem__)) if counts else None

@@ -1,0 +1,557 @@
+"""A step taken again is the same bit for bit, or what differs first is named; the run folder stays as it is."""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import dealt
+from e2e.running import TESTS, command, finish, metrics
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_fn import replay as tool
+from grpo_fn.core import checksums
+from grpo_fn.core.batch import by_reading, by_width, minibatches, share_prompts, trim_rows
+from grpo_fn.core.types import Batch, Scores
+from grpo_fn.lab import replay as again
+from grpo_fn.lab.replay import signal_by_row
+from grpo_fn.lab.replay_diff import relative_difference
+from grpo_fn.shell.logging import rollout_store
+from grpo_fn.shell.policy.checksums import read_checksums
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
+from grpo_fn.trainer.recording import append_kernels
+
+READ = partial(by_reading, share=share_prompts)
+LORA = ("--gin_file", "scale/lora.gin")
+QUANTITIES = [name for name in checksums.QUANTITIES if name != "curriculum"]  # of a run without one
+ALL = ", ".join(QUANTITIES)
+Replayed = Callable[..., tuple[int, str]]
+
+# Several updates a step in several micro-batches, a reference in the loss, groups that wait for the next step.
+BUSY = {
+    "step__Algorithm__epochs": 2,
+    "step__Algorithm__minibatches": 2,
+    "sections__PolicyUpdate__micro_tokens": 100,
+    "step__Algorithm__old_logp": "@step.from_trainer",
+    "step__Algorithm__group_sampling": "@group_sampling.dynamic",
+    "group_sampling__dynamic__max_gen_batches": 8,
+    "combine__combine__parts": "[@rewards.named]",
+    "combine__combine__weights": "[1.0]",
+    "objective__policy_objective__beta": 0.04,
+    "losses__clipped_ratio__clip_low": 1e-3,
+    "losses__clipped_ratio__clip_high": 1e-3,
+    "sections__Checkpoints__every": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def busy(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("busy")
+    assert finish(command(cache, folder / "run", **BUSY), folder / "out") == 0, (folder / "out").read_text()
+    return folder / "run"
+
+
+@pytest.fixture
+def replayed(capsys: pytest.CaptureFixture[str]) -> Replayed:
+    """(exit code, what was said) of a replay, which leaves the run folder as it is."""
+
+    def run(folder: Path, step: int, *flags: str) -> tuple[int, str]:
+        before = contents(folder)
+        capsys.readouterr()
+        code = tool.main([str(folder), "--step", str(step), *flags])
+        out, err = capsys.readouterr()
+        assert contents(folder) == before
+        return code, out + (err if code == 2 else "")
+
+    return run
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file with its bytes and the time of its last change."""
+    files = {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+    return files | {str(p): (b"", p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_dir()}
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def change_line(run: Path, step: int, **changes: Any) -> None:
+    lines = [json.loads(line) for line in (run / "digests.jsonl").read_text().splitlines()]
+    lines[step - 1] |= changes
+    (run / "digests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def change_row(run: Path, step: int, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    path = run / "rollouts" / f"step_{step:06d}.jsonl.gz"
+    rows = rollout_store.load_rollouts(path)
+    change(rows)
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+
+
+def other(digest: str) -> str:
+    return f"{int(digest, 16) ^ 1:016x}"
+
+
+# -- the same
+
+
+def test_every_step_of_a_run_is_recorded(whole: Path) -> None:
+    lines = read_checksums(whole)
+    assert list(lines) == [1, 2, 3, 4, 5, 6]
+    for name in QUANTITIES:
+        assert all(re.fullmatch(r"[0-9a-f]{16}", line[name]) for line in lines.values())
+        assert len({line[name] for line in lines.values()}) == 6, f"{name} of two steps are the same"
+
+
+@pytest.mark.parametrize(("step", "begun"), [(1, "model that the run began"), (3, "model that the run"), (6, "step_4")])
+def test_any_step_is_what_it_was(whole: Path, replayed: Replayed, step: int, begun: str) -> None:
+    code, said = replayed(whole, step)
+    assert code == 0, said
+    assert begun in said
+    first = 5 if step == 6 else 1
+    assert [line for line in said.splitlines() if line.startswith("step ")] == [
+        *(f"step {n}: {ALL} as recorded" for n in range(first, step + 1)),
+        f"step {step} of {whole} is what it was",
+    ]
+
+
+@pytest.mark.parametrize("flags", [[], ["--use_stored_rollout"]])
+@pytest.mark.parametrize("step", [2, 6])
+def test_steps_of_many_updates_and_waiting_groups(busy: Path, replayed: Replayed, step: int, flags: list[str]) -> None:
+    assert any(row["generation/carried_over_groups"] for row in metrics(busy)[1:])
+    code, said = replayed(busy, step, *flags)
+    assert code == 0, said
+
+
+def test_adapters_and_their_dropout(cache: Path, tmp_path: Path, replayed: Replayed) -> None:
+    run = tmp_path / "run"
+    argv = command(
+        cache, run, *LORA, lora__LoRA__dropout=0.2, sections__Checkpoints__every=3, step__Algorithm__epochs=2
+    )
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    code, said = replayed(run, 5)
+    assert code == 0, said
+    assert "step_3" in said
+
+
+def must_not_sample(*args: object, **knobs: object) -> None:
+    raise AssertionError("tokens were sampled again")
+
+
+def test_without_sampling_again(whole: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalSampler, "sample", must_not_sample)
+    code, said = replayed(whole, 6, "--use_stored_rollout")
+    assert code == 0, said
+
+
+def test_the_learning_signal_is_shown_as_a_page(whole: Path, tmp_path: Path, replayed: Replayed) -> None:
+    code, said, *_ = replayed(whole, 3, "--token_report", str(tmp_path / "step.html"))
+    assert code == 0
+    assert f"the learning signal of step 3 is in {tmp_path / 'step.html'}" in said
+    page = (tmp_path / "step.html").read_text()
+    assert "Step 3 of" in page
+    assert page.count('class="row') >= 1
+
+
+def test_an_engine_that_cannot_repeat_its_tokens(
+    whole: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalSampler, "sample", must_not_sample)
+    monkeypatch.setattr(LocalSampler, "repeatable", False, raising=False)
+    code, said = replayed(whole, 6)
+    assert code == 0, said
+    assert "LocalSampler cannot repeat its tokens: the stored ones are learned from" in said
+
+
+def test_a_resumed_run_has_one_line_a_step(cache: Path, copied: Path, whole: Path, tmp_path: Path) -> None:
+    shutil.rmtree(copied / "checkpoints" / "step_6")
+    with open(copied / "digests.jsonl", "a") as file:
+        file.write('{"step": 7, "tok')  # killed while it wrote
+    assert finish(command(cache, copied), tmp_path / "out") == 0
+    assert (copied / "digests.jsonl").read_bytes() == (whole / "digests.jsonl").read_bytes()
+
+
+def test_a_step_that_is_not_recorded_says_that_its_kernels_are_others(
+    copied: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run on a card has them, of whose steps some are not recorded."""
+    lines = (copied / "digests.jsonl").read_text().splitlines(keepends=True)
+    (copied / "digests.jsonl").write_text(lines[1])
+    append_kernels(copied, 1, {"head": "TritonKernels", "decoding attention": "split-KV kernel"})
+    now = {"head": "TritonKernels", "decoding attention": "matrix products"}
+    monkeypatch.setattr(again, "chosen_kernels", lambda run: now)
+    code, said = replayed(copied, 2)
+    assert code == 0, said
+    other_kernels = "kernels, decoding attention: split-KV kernel recorded, matrix products now"
+    assert f"step 1: not recorded; {other_kernels}\n" in said
+    assert f"step 2: {ALL} as recorded\n" in said
+
+
+def test_a_run_may_leave_steps_out(cache: Path, tmp_path: Path, replayed: Replayed) -> None:
+    run = tmp_path / "run"
+    assert finish(command(cache, run, STEPS=4, sections__Logging__checksums_every=2), tmp_path / "out") == 0
+    assert list(read_checksums(run)) == [2, 4]
+    code, said = replayed(run, 2)
+    assert code == 0, said
+    assert "step 1: not recorded\n" in said
+    code, said = replayed(run, 3)
+    assert code == 2
+    assert "--step: got 3" in said
+    assert "2 steps from 2 to 4" in said
+    code, said = replayed(run, 3, "--override", "optimizer.adamw.lr=0.0")
+    assert code == 0, said
+    assert "is what it was" not in said
+
+
+# -- different
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_the_first_quantity_that_differs_is_named(copied: Path, replayed: Replayed, name: str) -> None:
+    line = read_checksums(copied)[5]
+    change_line(copied, 5, **{name: other(line[name])})
+    change_line(copied, 6, weights="0" * 16)
+    code, said = replayed(copied, 6)
+    assert code == 1
+    assert f"step 5: {name} differ\n" in said
+    assert "step 6: weights differ\n" in said
+    assert f"first difference: step 5, {name}: {other(line[name])} recorded, {line[name]} now" in said
+    assert "rounding" not in said
+
+
+def test_a_checkpoint_that_is_not_what_the_run_had(copied: Path, replayed: Replayed) -> None:
+    change_line(copied, 4, weights="0" * 16)
+    code, said = replayed(copied, 5)
+    assert code == 1
+    assert f"first difference: step 4, weights: {'0' * 16} recorded" in said
+    assert f"step 5: {ALL} as recorded" in said
+
+
+def test_another_seed(copied: Path, replayed: Replayed) -> None:
+    config = copied / "config.gin"
+    config.write_text(config.read_text().replace("train.train.seed = %SEED", "train.train.seed = 7"))
+    code, said = replayed(copied, 5)
+    assert code == 1
+    first = said.partition("first difference: ")[2]
+    assert first.startswith("step 5, tokens: ")
+    assert re.search(r"row 0 \(problem 16, sample 0\), prompt token \d+: \d+ '.*' recorded, \d+ '.*' now", first), first
+    assert "rounding" not in said
+
+
+def test_other_tokens_are_named_with_both(copied: Path, whole: Path, replayed: Replayed) -> None:
+    """The model of the run, its sampling key and what it learned: all but one token of the recorded step."""
+    stored = rollout_store.load_rollouts(copied / "rollouts" / "step_000005.jsonl.gz")[6]
+    place = stored["mask"].index(1) + 1
+    was = stored["tokens"][place]
+
+    def change(rows: list[dict[str, Any]]) -> None:
+        rows[6]["tokens"][place] = 300
+
+    change_row(copied, 5, change)
+    code, said = replayed(copied, 5)
+    assert code == 1, "the rollout that lies there is not the recorded one"
+    assert f"step 5: {ALL} as recorded" in said
+    assert "first difference: step 5, tokens: the rollout in" in said
+    assert re.search(rf"row 6 \(problem 17, sample 2\), sampled token 1: 300 '.*' recorded, {was} '.*' now", said), said
+    code, said = replayed(copied, 5, "--use_stored_rollout")
+    assert code == 1
+    assert "step 5: tokens, logp_old, signal" not in said.partition("logp_old")[0], "the old log-probs are stored too"
+    assert "step 5: tokens, " in said
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        *((name, []) for name in ("text", "answer", "advantage", "logp_sampled")),
+        *((name, ["--use_stored_rollout"]) for name in ("text", "logp_sampled")),
+    ],
+)
+def test_a_field_of_the_stored_rollout_that_was_edited_is_named(
+    copied: Path, replayed: Replayed, name: str, flags: list[str]
+) -> None:
+    def change(rows: list[dict[str, Any]]) -> None:
+        was = rows[6][name]
+        rows[6][name] = (
+            f"{was}!" if isinstance(was, str) else [x - 1 for x in was] if name == "logp_sampled" else was + 1
+        )
+
+    change_row(copied, 5, change)
+    code, said = replayed(copied, 5, *flags)
+    assert code == 1
+    if name == "logp_sampled" and flags:
+        assert "first difference: step 5, logp_old: " in said, "it is what was learned from"
+    else:
+        assert f"step 5: {ALL} as recorded" in said
+        assert f"first difference: step 5, row 6 (problem 17, sample 2), {name} in rollouts/: " in said
+
+
+def test_an_edited_prompt_is_named(copied: Path, replayed: Replayed) -> None:
+    change_row(copied, 5, lambda rows: [row.update(prompt="1 + 1 =") for row in rows[4:8]])
+    code, said = replayed(copied, 5)
+    assert code == 1
+    assert "first difference: step 5, row 4 (problem 17, sample 0), prompt in rollouts/: '1 + 1 =' stored, " in said
+    code, said = replayed(copied, 5, "--use_stored_rollout")
+    assert code == 2
+    assert "wanted the stored one, '1 + 1 ='" in said
+
+
+def test_an_edited_figure_is_named(copied: Path, replayed: Replayed) -> None:
+    rows = metrics(copied)
+    rows[5]["loss/grad_norm"] += 1.0
+    (copied / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, said = replayed(copied, 5)
+    assert code == 1
+    assert "first difference: step 5, loss/grad_norm in metrics.jsonl: " in said
+
+
+def test_a_line_without_one_of_its_quantities_is_a_difference(copied: Path, replayed: Replayed) -> None:
+    path = copied / "digests.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: x for k, x in line.items() if k != "signal"}) + "\n" for line in lines))
+    code, said = replayed(copied, 5)
+    assert code == 1
+    assert "first difference: step 5, its line in digests.jsonl: got no signal, wanted tokens, " in said
+    assert "step 5: tokens, rewards, advantages, logp_old, gradients, weights as recorded" in said
+
+
+def test_another_reward_is_named_with_both(copied: Path, replayed: Replayed) -> None:
+    def change(rows: list[dict[str, Any]]) -> None:
+        rows[9]["reward"] += 2.0
+
+    change_row(copied, 6, change)
+    code, said = replayed(copied, 6)
+    assert code == 1
+    assert "first difference: step 6, rewards: the rollout in" in said
+    now = rollout_store.load_rollouts(copied / "rollouts" / "step_000006.jsonl.gz")[9]["reward"]
+    assert f"row 9 (problem 22, sample 1), reward: {now:g} recorded, {now - 2:g} now" in said
+    code, said = replayed(copied, 6, "--use_stored_rollout")
+    assert code == 1
+    assert f"step 6: {ALL} as recorded" in said, "stored completions are rewarded anew"
+
+
+def test_other_weights_at_the_start_move_all_that_follows(
+    copied: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A knob of the configuration that the run did not have: the clipping of the gradient."""
+    config = copied / "config.gin"
+    text = config.read_text()
+    config.write_text(text.replace("max_grad_norm = 1.0", "max_grad_norm = 0.01"))
+    assert config.read_text() != text
+    code, said = replayed(copied, 6)
+    assert code == 1
+    assert "step 5: gradients, weights differ" in said
+    assert "first difference: step 5, gradients: " in said
+
+
+def test_rounding_is_called_by_its_name(copied: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are off by an ulp or so, as those of another number of ranks are."""
+    from grpo_fn.shell.policy.fsdp import FSDPPolicy
+
+    restore = FSDPPolicy.restore
+
+    def nudged(self: FSDPPolicy, *args: Any) -> None:
+        restore(self, *args)
+        with torch.no_grad():
+            for p in self.logprob_model.parameters():
+                p.mul_(1 + 2e-7)
+
+    monkeypatch.setattr(FSDPPolicy, "restore", nudged)
+    for step in (5, 6):
+        change_line(copied, step, ranks=8)
+    change_line(copied, 4, weights=None)
+    code, said = replayed(copied, 5)
+    assert code == 1
+    assert "ranks: 8 recorded, 1 now" in said
+    assert "differs by rounding: max relative difference " in said
+    assert re.search(r"row \d+ \(problem \d+, sample \d\), sampled token \d+: -\d.* recorded, -\d.* now", said), said
+
+
+# -- under other knobs
+
+
+def both(said: str) -> dict[str, tuple[str, str]]:
+    """The table's figures."""
+    rows = (line.split() for line in said.splitlines())
+    return {row[0]: (row[1], row[2]) for row in rows if len(row) in (3, 4) and "/" in row[0]}
+
+
+def test_without_a_learning_rate_the_weights_alone_are_others(whole: Path, replayed: Replayed) -> None:
+    code, said = replayed(whole, 5, "--override", "optimizer.adamw.lr=0.0")
+    assert code == 0, said
+    assert f"step 5: {ALL} as recorded" in said
+    assert "the same bits: tokens, rewards, advantages, logp_old, signal, gradients; others: weights" in said
+    figures = both(said)
+    assert {name for name, (one, two) in figures.items() if one != two} == {"optimizer/lr"}
+    assert float(figures["loss/grad_norm"][0]) == pytest.approx(metrics(whole)[5]["loss/grad_norm"], rel=1e-5)
+    assert "learning signals: cosine 1.000000" in said
+
+
+def test_another_clip_range_clips_other_tokens(busy: Path, replayed: Replayed) -> None:
+    wide = ["--override", "losses.clipped_ratio.clip_low=0.2", "--override", "losses.clipped_ratio.clip_high=0.2"]
+    code, said = replayed(busy, 5, *wide)
+    assert code == 0, said
+    figures = both(said)
+    assert float(figures["loss/clip_high"][0]) > float(figures["loss/clip_high"][1]) == 0
+    assert "the same bits: tokens, rewards, advantages, logp_old; others: signal, gradients, weights" in said
+    cosine = float(re.search(r"cosine (\S+),", said)[1])
+    assert 0 < cosine < 1
+
+
+def test_another_algorithm_by_its_file(whole: Path, replayed: Replayed) -> None:
+    code, said = replayed(whole, 6, "--override", "algo/grpo.gin", "--override", "optimizer.adamw.lr=0.5")
+    assert code == 0, said
+    assert "step 6 with algo/grpo.gin, optimizer.adamw.lr=0.5:" in said
+    assert "the same bits: tokens, rewards, logp_old; others: advantages, signal, gradients, weights" in said
+    assert 0 < float(re.search(r"cosine (\S+),", said)[1]) < 1
+
+
+def test_other_tokens_have_no_cosine(whole: Path, replayed: Replayed) -> None:
+    code, said = replayed(whole, 2, "--override", "sections.Sampling.temperature=0.7")
+    assert code == 0, said
+    assert "learning signals: of other tokens, so there is no cosine" in said
+    code, said = replayed(whole, 2, "--override", "sections.Sampling.temperature=0.7", "--use_stored_rollout")
+    assert code == 0, said
+    assert "the same bits: tokens, rewards, advantages" in said
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("optimizer.adamw.rate=1.0", "optimizer.adamw: got a binding for rate, wanted one of"),
+        ("optimizer.adamw.lr", "--override 'optimizer.adamw.lr': got"),
+        ("nowhere.gin", "got 'nowhere.gin', wanted a gin file"),
+        ("step.Algorithm.minibatches=3", "minibatches"),
+        ("optimizer.adamw.lr=fast", "wanted a gin value"),
+    ],
+)
+def test_an_override_that_is_none_is_refused_before_any_work(
+    whole: Path, replayed: Replayed, override: str, wanted: str
+) -> None:
+    code, said = replayed(whole, 1, "--override", override)
+    assert code == 2, said
+    assert wanted in said
+    assert "as recorded" not in said
+
+
+def test_an_override_of_what_is_trained_is_refused(whole: Path, replayed: Replayed) -> None:
+    code, said = replayed(whole, 5, "--override", "scale/lora.gin")
+    assert code == 2, said
+    assert "--override: got knobs that change what is trained" in said
+
+
+# -- bad input
+
+
+def test_bad_input_is_one_line(whole: Path, copied: Path, tmp_path: Path, replayed: Replayed) -> None:
+    assert replayed(tmp_path, 1) == (2, f"error: got {tmp_path}, wanted the folder of a run, with run.json in it\n")
+    for step in (0, 7):
+        code, said = replayed(whole, step)
+        assert code == 2
+        assert f"--step: got {step}" in said
+    (copied / "rollouts" / "step_000005.jsonl.gz").unlink()
+    code, said = replayed(copied, 6, "--use_stored_rollout")
+    assert code == 2
+    assert "got no rollout of step 5" in said
+    assert replayed(copied, 6)[0] == 0
+    path = copied / "rollouts" / "step_000006.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-100])
+    code, said = replayed(copied, 6)
+    assert code == 2
+    assert "step_000006.jsonl.gz, which is broken" in said
+
+
+def test_a_broken_checkpoint_is_passed_over(copied: Path, replayed: Replayed) -> None:
+    path = copied / "checkpoints" / "step_4" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    code, said = replayed(copied, 5)
+    assert code == 0
+    assert "skipped: got checkpoint" in said
+    assert "from the model that the run began with" in said
+
+
+def test_help_comes_without_torch() -> None:
+    code = "import sys; from grpo_fn import replay; replay.flags().format_help(); "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# -- the parts
+
+
+@given(
+    *(st.integers(1, 3), st.sampled_from([1, 2, 3, 6]), st.integers(1, 40), st.integers(1, 4)),
+    *(st.integers(0, 2**32), st.booleans()),
+)
+def test_signals_go_back_to_their_rows(
+    epochs: int, parts: int, micro_tokens: int, devices: int, seed: int, packing: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    length = torch.randint(0, 7, (6, 1), generator=generator)
+    mask = (torch.arange(8) >= 1) & (torch.arange(8) < 1 + length)
+    value = torch.randn(6, 8, generator=generator)
+    batch = Batch(torch.zeros(6, 8).long(), mask, *([value] * 5), mask, mask.long())
+
+    split = partial(dealt, parts=READ if packing else by_width, micro_tokens=micro_tokens, devices=devices)
+    split = partial(dealt, parts=READ if packing else by_width, micro_tokens=micro_tokens, devices=devices)
+    minis = [mini for _ in range(epochs) for mini in minibatches(batch, parts)]
+    cuts = [trim_rows(mini, rows) for mini in minis for rows in split(mini)]
+    sent = [(micro, Scores(micro.logp_old, torch.where(micro.mask, 1.0, torch.nan))) for micro in cuts]
+    rows = again.micro_batch_rows(batch, split, epochs=epochs, parts=parts)
+    logp, count = signal_by_row(batch, rows, sent)
+    assert torch.equal(count, epochs * mask.float())
+    torch.testing.assert_close(logp, torch.where(mask, epochs * value, 0.0))
+    assert not signal_by_row(batch, rows, []).logp.any()
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), max_size=5), st.floats(1e-6, 1.0))
+def test_relative_differences_are_of_the_largest(values: list[float], by: float) -> None:
+    x = torch.tensor(values)
+    assert relative_difference(x, x) == 0
+    if x.any():
+        assert relative_difference(x, x.double() * (1 + by)) == pytest.approx(by, rel=1e-6)
+    elif len(x):
+        assert relative_difference(x, x + 1) == float("inf")
+
+
+# -- many ranks
+
+
+def torchrun(module: str, *flags: str) -> subprocess.CompletedProcess:
+    argv = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module, *flags]
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, timeout=400, check=False)
+
+
+@pytest.mark.slow
+def test_two_ranks_repeat_what_two_ranks_did_and_one_rank_says_what_differs(
+    cache: Path, tmp_path: Path, replayed: Replayed
+) -> None:
+    run = tmp_path / "run"
+    made = torchrun("grpo_fn.run", *command(cache, run))
+    assert made.returncode == 0, made.stderr
+    before = contents(run)
+    again = torchrun("grpo_fn.replay", str(run), "--step", "6", "--override", "optimizer.adamw.lr=0.0")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert contents(run) == before
+    assert again.stdout.count(f"step 6: {ALL} as recorded") == 1, "the main rank alone speaks"
+    assert "others: weights" in again.stdout
+    stored = torchrun("grpo_fn.replay", str(run), "--step", "6", "--use_stored_rollout")
+    assert stored.returncode == 0, stored.stdout + stored.stderr
+    code, said = replayed(run, 5)
+    if code == 0:  # the sums came out alike
+        assert f"step 5: {ALL} as recorded" in said
+    else:
+        assert "ranks: 2 recorded, 1 now" in said
