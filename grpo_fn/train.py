@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_fn.algo.curriculum import Curriculum
+from grpo_fn.algo.curricula import Curriculum
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.algo.supervised import Stage
 from grpo_fn.shell.checkpoint.run_dir import check_run, open_run

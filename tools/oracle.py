@@ -45,16 +45,16 @@ MACHINE, CLOCKS = ("time/", "system/"), ("_per_second", "_seconds")  # how metri
 SERVER = multiprocessing.get_context("forkserver")  # forks the runs, with these modules of their tree
 SERVER.set_forkserver_preload(["grpo_fn.train", "grpo_fn.trainer.loop", "transformers.models.qwen2.modeling_qwen2"])
 # Bindings that RUNS has in braces, as trees need them whose grpo_fn/algo/step.py has StepKnobs, and as later ones do.
-OLD = {"adaptive_kl": "step.Algorithm.kl_control=@controllers.adaptive_kl"}
+OLD = {"adaptive_kl": "step.Algorithm.kl_control=@objective.adaptive_kl"}
 NEW = {
-    "adaptive_kl": "step.Algorithm.control=@controllers.next_gains "
-    "controllers.next_gains.kl_control=@controllers.adaptive_kl",
+    "adaptive_kl": "step.Algorithm.control=@objective.next_gains "
+    "objective.next_gains.kl_control=@objective.adaptive_kl",
 }
 # A run is gin files in order, those of tools/oracle_runs before the tree's, and bindings; ranks=N starts torchrun.
 SIZES = "step.Algorithm.prompts=4 step.Algorithm.group_size=4"
 WORDS = "run/arithmetic.gin small.gin signal.gin MAX_NEW_TOKENS=12"  # whose rewards even a poor model gets
 TRAINER = "step.Algorithm.old_logp=@step.from_trainer"
-KL = "controllers.adaptive_kl.target=0.5 controllers.adaptive_kl.rate=0.1 controllers.adaptive_kl.limit=0.9"
+KL = "objective.adaptive_kl.target=0.5 objective.adaptive_kl.rate=0.1 objective.adaptive_kl.limit=0.9"
 PAIRS = "demonstrations.jsonl"  # a file in the runs' current folder
 RUNS = {
     "arithmetic": "run/arithmetic.gin small.gin STEPS=10 step.Algorithm.prompts=8 step.Algorithm.group_size=8",

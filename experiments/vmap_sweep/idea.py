@@ -26,8 +26,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
-from grpo_fn.algo import aggregation, losses, objective
-from grpo_fn.algo import kl as kls
+from grpo_fn.algo import losses, objective
+from grpo_fn.algo import objective as kls
 from grpo_fn.algo.step import UNMOVED
 from grpo_fn.core import prng
 from grpo_fn.core.types import Batch, Scores, Totals
@@ -45,7 +45,7 @@ LOSS = partial(
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
     importance_correction=None,
     kl=kls.k3,
-    loss_aggregation=partial(aggregation.constant_length, max_length=WIDTH - PROMPT),
+    loss_aggregation=partial(objective.constant_length, max_length=WIDTH - PROMPT),
     beta=0.0,
     entropy_bonus=0.0,
 )

@@ -1,11 +1,14 @@
 """How much better a sample did than the rest of its group. One group at a time; the caller vmaps over P groups.
 
-Three kinds: from the rewards of the samples, `(reward [G], valid [G]) -> [G]`; baselines of their tokens,
-`(value, energy, mask) -> [G, T]`; and what becomes of them at an update, `(logp, group) -> [G, T]`. Rules that hold for
-every function of the first: an invalid sample gets exactly 0 and changes no other, whatever its reward; a group whose
-valid rewards are all equal gets exactly 0, in every dtype and at every size; so does a group with one valid sample, or
-none: there is nothing to compare with. A valid reward that is not finite comes out as nan or inf, which
-batches refuse.
+    reward    rewards of one group, [G]
+    valid     which of them could be scored, [G]
+    returns   the advantages, [G]; in units of the reward, or dimensionless when they are divided by a std or a mean
+
+Rules that hold for every function of this kind: an invalid sample gets exactly 0 and changes no other, whatever its
+reward; a group whose valid rewards are all equal gets exactly 0, in every dtype and at every size; so does a group with
+one valid sample, or none: there is nothing to compare with. A valid reward that is not finite comes out as nan or inf,
+which batches refuse. Other kinds are baselines of tokens, `(value, energy, mask) -> [G, T]`, and what becomes of
+advantages at an update, `(logp, group) -> [G, T]`.
 """
 
 import torch
@@ -36,13 +39,8 @@ def group_normalized(
     Peers: TRL `scale_rewards="group"`, verl `grpo`, OpenRLHF `group_norm`; eps 1e-4, 1e-6, 1e-9, all with ddof 1.
 
     Args:
-        reward: rewards of one group, [G].
-        valid: which of them could be scored, [G].
         eps: added to the std, in units of the reward.
         ddof: subtracted from n in the denominator of the variance: 0 population, 1 sample.
-
-    Returns:
-        The advantages, [G], dimensionless.
     """
     dev = mean_centered(reward, valid)
     # Measured in units of the largest deviation, squares neither overflow nor vanish, whatever the reward's unit. An
@@ -63,13 +61,6 @@ def mean_centered(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float
 
     Use it when: nearly-solved and nearly-hopeless prompts should not be amplified.
     Peers: TRL `scale_rewards="none"`, OpenRLHF `dr_grpo`.
-
-    Args:
-        reward: rewards of one group, [G].
-        valid: which of them could be scored, [G].
-
-    Returns:
-        The advantages, [G], in units of the reward.
     """
     _check_group(reward)
     # sum(R) / n differs from R by an ulp even if all R are equal. Measured from one of them, equal rewards are exact
@@ -86,13 +77,6 @@ def leave_one_out(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float
 
     Use it when: you want the unbiased policy gradient, small groups most of all.
     Peers: verl, OpenRLHF `rloo`.
-
-    Args:
-        reward: rewards of one group, [G].
-        valid: which of them could be scored, [G].
-
-    Returns:
-        The advantages, [G], in units of the reward.
     """
     count = valid.sum().to(reward.dtype)
     return mean_centered(reward, valid) * (count / (count - 1).clamp(min=1))
@@ -111,14 +95,9 @@ def leave_one_out_normalized(
     others: A = 18,040 for [2.0, 0.3 x 7].
 
     Args:
-        reward: rewards of one group, [G].
-        valid: which of them could be scored, [G].
         eps: added to the std, in units of the reward.
         ddof: subtracted from the count in the denominator of the variance: n - 1 - ddof for the others, n - ddof for
             the group.
-
-    Returns:
-        The advantages, [G], dimensionless.
     """
     dev = mean_centered(reward, valid)
     unit = dev.abs().amax()
@@ -144,12 +123,7 @@ def leave_one_out_others_std(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"
     Peers: NeMo-RL `adv_estimator.name: grpo`, eps 1e-6.
 
     Args:
-        reward: rewards of one group, [G].
-        valid: which of them could be scored, [G].
         eps: added to the std, in units of the reward.
-
-    Returns:
-        The advantages, [G].
     """
     ahead = leave_one_out(reward, valid)
     others = valid & ~torch.eye(len(reward), dtype=torch.bool, device=reward.device)  # [G, G]: row i is without i
@@ -174,13 +148,8 @@ def pass_at_k(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, k: int, t
     Peers: verl `grpo_passk` is another formula: only the best sample learns (arXiv:2503.19595).
 
     Args:
-        reward: rewards of one group, [G].
-        valid: which of them could be scored, [G].
         k: number of tries of which one has to solve the problem.
         threshold: smallest reward that counts as solved, in units of the reward.
-
-    Returns:
-        The advantages, [G], dimensionless.
 
     Raises:
         ValueError: k is less than 1.
@@ -209,13 +178,6 @@ def max_rl(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor
     the group's smallest reward, which keeps the bound.
 
     Use it when: hard problems, rarely solved, should count most; rewards are not negative.
-
-    Args:
-        reward: rewards of one group, [G].
-        valid: which of them could be scored, [G].
-
-    Returns:
-        The advantages, [G], dimensionless.
     """
     least = torch.where(valid, reward, torch.inf).amin().clamp(max=0.0)
     above = torch.where(valid, reward - least, 0.0)
@@ -236,13 +198,8 @@ def rewards_as_labels(
     Use it when: with `label_weights`, see there.
 
     Args:
-        reward: rewards of one group, [G].
-        valid: which of them could be scored, [G].
         tau: temperature of the labels, in nats a token.
         threshold: smallest reward that counts as right, in units of the reward.
-
-    Returns:
-        The advantages, [G], per nat a token.
     """
     _check_group(reward)
     right, wrong = valid & (reward >= threshold), valid & (reward < threshold)
@@ -290,7 +247,7 @@ def label_weights(logp: Float[Tensor, "G T"], group: Batch, *, tau: float) -> Fl
 
     REAL (arXiv:2602.05630; from ms-swift's code): the group's loss is log(1 + sum_right e^(-s / tau)) +
     log(1 + sum_wrong e^(s / tau)), a classifier of its rows. A is minus its slope in s, found before the update in a
-    pass over all rows, so that `losses.reinforce` with `aggregation.sequence_mean_over_samples` has the gradient of the
+    pass over all rows, so that `losses.reinforce` with `objective.sequence_mean_over_samples` has the gradient of the
     groups' losses, divided by all samples, however the rows are dealt out. Right is A > 0, wrong A < 0; a row that is
     neither, and a group without both, get 0.
 

@@ -1,28 +1,98 @@
-"""From the rewards of a step to the advantage of every token.
+"""From the rewards of a step to the advantage of every token: `(scored) -> [P G T]`.
 
-A credit is shown the whole scored step and returns `[P G T]`. It says which number the groups are compared by, and what
-a comparison over more than one group adds. What changes the advantages of another credit takes it as its knob `credit`,
-as transformations of optax are chained. The step is whole wherever this runs, so that a mean over it is the same number
-however many processes share the work. Behind the mask the result is 0; so it is for samples that are not valid.
+    scored    the step, P prompts with G samples each: their rewards and log-probs
+    returns   the advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples
+
+A credit is shown the whole scored step. It says which number the groups are compared by, and what a comparison over
+more than one group adds. What changes the advantages of another credit takes it as its knob `credit`, as
+transformations of optax are chained. The step is whole wherever this runs, so that a mean over it is the same number
+however many processes share the work.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from einops import repeat
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.func import vmap
 
 from grpo_fn.algo import advantage as of_group
-from grpo_fn.algo.needs import ScoredStep
-from grpo_fn.core.batch import check_tensor, scored_rows
-from grpo_fn.core.types import Batch
+from grpo_fn.core.batch import by_group, check_tensor, scored_rows
+from grpo_fn.core.types import Batch, Gains, Groups, Reward, Rollout, Undeclared
+
+EXAMPLES = {
+    "beta": (0.3,),
+    "eps": (1e-4, 1e-9),
+    "gamma": (0.95, 1.0),
+    "state_weight": (1.0,),
+}  # knobs as tests try them
+_PAIRS = 1 << 20  # of turns that are compared at once: the memory of `by_state`
+PASSES = ("logp_ref", "logp_teacher", "energy")  # forward passes that a step makes for those who declare them
+
+
+@dataclass(frozen=True)
+class ScoredStep:
+    """A sampled and scored step, as credits see it. A forward pass over its rows is made when one first reads it."""
+
+    groups: Groups
+    passes: Mapping[str, Callable[[], Tensor]]  # name -> log-probs or energies of the rows, [B, T]
+    needs: frozenset[str]  # that the algorithm declares; a credit reads logp_old and these
+    gains: Gains
+    steps: int  # taken before
+    demonstrations: Callable[[int], Rollout] | None = None  # steps taken before -> given rows
+    figures: dict[str, float] = field(default_factory=dict)  # metrics that functions of the step add
+    results: dict[str, Tensor] = field(default_factory=dict)  # of the passes that were made
+
+    def rows(self, name: str) -> Float[Tensor, "B T"]:
+        """logp_old, logp_ref, logp_teacher (nats) or energy of every token."""
+        if name in PASSES and name not in self.needs:
+            Undeclared(name).read()
+        if name not in self.results:
+            self.results[name] = self.passes[name]()
+        if self.results[name] is None:
+            raise ValueError(
+                f"got no {name} from the policy or the run, expected it: a function of the step declares it"
+            )
+        return self.results[name]
+
+    def by_group(self, rows: Shaped[Tensor, "B T"]) -> Shaped[Tensor, "P G T"]:
+        """Row b = p * G + g to [p, g]."""
+        return by_group(rows, len(self.groups.reward.value))
+
+    @property
+    def reward(self) -> Reward:
+        """Rewards of the samples, [P, G]."""
+        return self.groups.reward
+
+    @property
+    def mask(self) -> Tensor:
+        """Which tokens were sampled, [P, G, T]."""
+        return self.by_group(self.groups.rollout.mask)
+
+    @property
+    def drift(self) -> Float[Tensor, "P G T"]:
+        """logp_old - logp_ref, times the gain of the KL: summed over a row the estimate k1 of its KL, in nats."""
+        return self.gains.kl * self.by_group(self.rows("logp_old") - self.rows("logp_ref"))
+
+    @property
+    def teacher_gap(self) -> Float[Tensor, "P G T"]:
+        """log pi_teacher - log pi_old, in nats."""
+        return self.by_group(self.rows("logp_teacher") - self.rows("logp_old"))
+
 
 Advantage = Callable[[Tensor, Tensor], Tensor]  # one group: reward [G], valid [G] -> [G]
 Credit = Callable[[ScoredStep], Tensor]
 
-EXAMPLES = {"beta": (0.3,), "eps": (1e-4, 1e-9)}  # knobs as tests try them
+
+def token_advantages(scored: ScoredStep, credit: Credit | None) -> Float[Tensor, "P G T"]:
+    """The advantage of every token; zeros where no credit makes any: rewards are measured only."""
+    if credit is None:
+        return torch.zeros_like(scored.mask, dtype=scored.reward.value.dtype)
+    adv = credit(scored)
+    check_tensor("step.Algorithm.credit", adv, tuple(scored.mask.shape), torch.float32)
+    return adv
 
 
 def outcome(scored: ScoredStep, *, advantage: Advantage) -> Float[Tensor, "P G T"]:
@@ -34,11 +104,7 @@ def outcome(scored: ScoredStep, *, advantage: Advantage) -> Float[Tensor, "P G T
     Peers: all.
 
     Args:
-        scored: P prompts with G samples each, and their rewards.
         advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
-
-    Returns:
-        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
     return over_tokens(vmap(advantage)(scored.reward.value, scored.reward.valid), scored.mask)
 
@@ -55,12 +121,8 @@ def outcome_minus_kl(scored: ScoredStep, *, advantage: Advantage, beta: float) -
     Peers: verl, OpenRLHF: KL in the reward, k1.
 
     Args:
-        scored: P prompts with G samples each, and their rewards.
         advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
         beta: coefficient of the KL, in units of the reward per nat.
-
-    Returns:
-        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
     reward, mask = scored.reward, scored.mask
     value = reward.value - beta * zero_outside_mask(scored.drift, mask).sum(-1) if beta else reward.value
@@ -78,12 +140,6 @@ def outcome_length_baseline(scored: ScoredStep) -> Float[Tensor, "P G T"]:
 
     Use it when: lengths differ much within a group, one update a rollout.
     Peers: verl `opo`, whose group of one has baseline 0; here its advantage is 0.
-
-    Args:
-        scored: P prompts with G samples each, and their rewards.
-
-    Returns:
-        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
     reward, mask = scored.reward, scored.mask
     # From the smallest reward of the group, as advantage.mean_centered does it: equal rewards are exact zeros.
@@ -107,12 +163,8 @@ def batch_scaled(scored: ScoredStep, *, credit: Credit, eps: float) -> Float[Ten
     Peers: TRL `scale_rewards="batch"`, eps 1e-4.
 
     Args:
-        scored: P prompts with G samples each, and their rewards.
         credit: (scored) -> [P, G, T], the advantages to be scaled.
         eps: added to the std, in units of the reward.
-
-    Returns:
-        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
     adv, reward = credit(scored), scored.reward
     samples = reward.valid.sum()
@@ -130,11 +182,7 @@ def reward_to_go(scored: ScoredStep, *, beta: float) -> Float[Tensor, "P G T"]:
     Peers: OpenRLHF `reinforce`.
 
     Args:
-        scored: P prompts with G samples each, and their rewards.
         beta: coefficient of the KL, in units of the reward per nat.
-
-    Returns:
-        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
     reward, mask = scored.reward, scored.mask
     to_go = reward.value[..., None]
@@ -157,12 +205,8 @@ def token_baseline(
     Peers: verl `optimal_token_baseline`.
 
     Args:
-        scored: P prompts with G samples each, and their rewards.
         credit: (scored) -> [P, G, T], what every token is worth.
         energy_weight: (logp_old [T], row) -> w [T], an importance weight: energies count w^2 times; None: once.
-
-    Returns:
-        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
     value, energy, valid = credit(scored), scored.by_group(scored.rows("energy")), scored.reward.valid
     if energy_weight is not None:
@@ -190,12 +234,8 @@ def per_part(
     Peers: verl `gdpo`, NeMo-RL.
 
     Args:
-        scored: P prompts with G samples each, and their rewards.
         advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
         weights: weight of each part of the reward, by the part's name.
-
-    Returns:
-        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
 
     Raises:
         ValueError: there is no weight, or one of a part that the reward does not have.
@@ -222,12 +262,8 @@ def token_whitened(scored: ScoredStep, *, credit: Credit, eps: float) -> Float[T
     Peers: verl `reinforce_plus_plus(_baseline)`, also for GDPO (`masked_whiten`); std with N - 1 there.
 
     Args:
-        scored: P prompts with G samples each, and their rewards.
         credit: (scored) -> [P, G, T], the advantages to be whitened.
         eps: added to the std, in units of the advantages from `credit`.
-
-    Returns:
-        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
     adv = credit(scored)
     counted = scored.mask & scored.reward.valid[..., None]
@@ -245,12 +281,8 @@ def row_whitened(scored: ScoredStep, *, credit: Credit, eps: float) -> Float[Ten
     Peers: TRL-GDPO; verl's `gdpo` whitens over tokens.
 
     Args:
-        scored: P prompts with G samples each, and their rewards.
         credit: (scored) -> [P, G, T], the advantages to be whitened.
         eps: added to the std, in units of the advantages from `credit`.
-
-    Returns:
-        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
     adv = credit(scored)
     mask, valid = scored.mask, scored.reward.valid
@@ -296,3 +328,100 @@ def standardise(
     far, limits = x.double() - mean, torch.finfo(x.dtype)
     near = far.abs() <= (64 * limits.eps * std).clamp(min=limits.tiny)
     return torch.where(near, 0.0, far / (std + eps)).to(x.dtype)
+
+
+# For rows of several turns: `reward.turns [P G K]` is what the environment gave at every turn, `reward.states [P G K]`
+# the number of the state that it began in, -1 where a row has no such turn. The k-th run of sampled tokens is the k-th
+# turn. A row without turns is an episode of one, and a step of them gets what `outcome` gives.
+
+
+def turn_returns(scored: ScoredStep, *, advantage: Advantage, gamma: float) -> Float[Tensor, "P G T"]:
+    """A_gt = advantage(R_k)_g, R_gk = sum_{j >= k} gamma^(j - k) r_gj, k the turn of token t: the past does not count.
+
+    Turns are compared with the turns of the same number in the group's other samples, those that got that far. Rewards
+    of turns are discounted a turn, not a token. The sample's own reward, which parts and weights make, is not read.
+
+    Use it when: the environment rewards turns, and what came before a turn should not count for it.
+    Peers: SkyRL turn-level rewards; verifiers; ROLL step-wise REINFORCE.
+
+    Args:
+        advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
+        gamma: discount a turn, in [0, 1].
+    """
+    reward = scored.reward
+    by_turn = vmap(vmap(advantage, in_dims=-1, out_dims=-1))
+    return turns_over_tokens(by_turn(discounted_returns(reward, gamma=gamma), turns_taken(reward)), scored.mask)
+
+
+turn_returns.NEEDS = frozenset({"groups"})
+
+
+def group_in_group(
+    scored: ScoredStep,
+    *,
+    advantage: Advantage,
+    gamma: float,
+    state_weight: float,
+) -> Float[Tensor, "P G T"]:
+    """A_gt = advantage(R)_g + w advantage_s(R_k)_gk: samples of a prompt are compared, and turns from one state.
+
+    GiGPO (arXiv:2505.10978, from verl-agent's code): R_gk is the discounted sum of the rewards from turn k on, and s
+    are all turns of the group that begin in the state of turn k, its own among them. The state is the environment's, by
+    its hash. A state that no other turn began in adds nothing. Both comparisons are by one function; the paper has w 1
+    and gamma 0.95.
+
+    Use it when: episodes of a prompt meet the same states again, as in mazes and games.
+    Peers: ROLL `gigpo`, with a weight for both terms; verl-agent.
+
+    Args:
+        advantage: (reward [G], valid [G]) -> [G], the advantages within one group; also of turns in one state.
+        gamma: discount a turn, in [0, 1].
+        state_weight: w, weight of the comparison of turns.
+    """
+    reward, mask = scored.reward, scored.mask
+    samples = over_tokens(vmap(advantage)(reward.value, reward.valid), mask)
+    turns = by_state(discounted_returns(reward, gamma=gamma), turns_taken(reward), reward.states, advantage)
+    return samples + state_weight * turns_over_tokens(turns, mask)
+
+
+group_in_group.NEEDS = frozenset({"groups"})
+
+
+def discounted_returns(reward: Reward, *, gamma: float) -> Float[Tensor, "P G K"]:
+    """R_gk = sum_{j >= k} gamma^(j - k) r_gj, from the last turn to the first."""
+    to_come = torch.zeros_like(reward.value)
+    returns = []
+    for gained in reversed(reward.turns.unbind(-1)):
+        to_come = gained + gamma * to_come
+        returns.append(to_come)
+    return torch.stack(returns[::-1], -1)
+
+
+def turns_taken(reward: Reward) -> Bool[Tensor, "P G K"]:
+    """The turns that there are of valid samples."""
+    return (reward.states >= 0) & reward.valid[..., None]
+
+
+def by_state(
+    returns: Float[Tensor, "P G K"], taken: Bool[Tensor, "P G K"], states: Int[Tensor, "P G K"], advantage: Advantage
+) -> Float[Tensor, "P G K"]:
+    """The advantage of each turn among the turns of its prompt's group that begin in the same state."""
+    worth, there, state = (x.flatten(1) for x in (returns, taken, states))
+    size = worth.shape[-1]
+
+    def own(place: Tensor, worth: Tensor, there: Tensor, state: Tensor) -> Tensor:
+        at = torch.arange(size, device=place.device) == place
+        here = torch.where(at, state, 0).sum()
+        return torch.where(at, advantage(worth, there & (state == here)), 0.0).sum()
+
+    places = torch.arange(size, device=worth.device)
+    each = vmap(own, in_dims=(0, None, None, None), chunk_size=max(1, _PAIRS // size))
+    compared = torch.stack([each(places, *prompt) for prompt in zip(worth, there, state, strict=True)])
+    return torch.where(there, compared, 0.0).view(returns.shape)
+
+
+def turns_over_tokens(adv: Float[Tensor, "P G K"], mask: Bool[Tensor, "P G T"]) -> Float[Tensor, "P G T"]:
+    """A turn's advantage at each of its sampled tokens, 0 elsewhere; tokens beyond the last turn are that one's."""
+    begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[..., :-1]
+    turn = (begins.long().cumsum(-1) - 1).clamp(0, adv.shape[-1] - 1)
+    return torch.where(mask, adv.gather(-1, turn), 0.0)

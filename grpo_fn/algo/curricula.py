@@ -1,20 +1,157 @@
 """Curricula: which levels, parts or rows the next step asks, by how often the policy passed them.
 
-Each function returns a `Curriculum` (algo.curriculum), whose functions are pure; its state is a few arrays, an entry
-for each of A arms. Pass rates of a step are averaged over the groups of an arm, then over steps with weight `decay` for
-what was known before; an arm's first average is that of its first step.
+An arm is what a curriculum chooses among: a level, a part of a mixture, or a row. A task with A arms numbers its stream
+so that problem `turn * A + arm` is the arm's own problem number `turn`; so a problem's uid says which arm it is of, and
+no two draws share a uid.
+
+Each curriculum is pure functions over a state that is carried, a few arrays with an entry for each of A arms. Pass
+rates of a step are averaged over the groups of an arm, then over steps with weight `decay` for what was known before;
+an arm's first average is that of its first step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_fn.algo.curriculum import Curriculum
+from grpo_fn.algo.group_sampling import Explore, GroupBatch
 from grpo_fn.core import prng
-from grpo_fn.core.types import Arrays, Reward
+from grpo_fn.core.types import Arrays, Carry, CurriculumState, Reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curriculum:
+    """How a run chooses among the arms of its task. All four are pure functions, and everything is on the CPU."""
+
+    start: Callable[[int, Tensor], Arrays]  # (arms, key) -> the state before the first step
+    select: Callable[[Arrays, Tensor, int], Tensor]  # (state, key of these draws, count) -> arms, int64 [count]
+    update: Callable[[Arrays, Tensor, Tensor], Arrays]  # (state, arms [N], pass rates [N]) -> the next step's state
+    figures: Callable[[Arrays, Arrays], Mapping[str, float]]  # (state before the step, state after it) -> metrics
+    pass_rate: Callable[[Reward], Tensor]  # rewards -> share of each problem's samples that pass, [P]; NaN: not known
+
+
+def begin_curriculum(curriculum: Curriculum, arms: int, key: Int[Tensor, "2"]) -> CurriculumState:
+    """The state before the first step: no arm has had a turn. Raises ValueError for a task without arms."""
+    if arms < 1:
+        raise ValueError(
+            "train.train.curriculum: got a task without arms to choose among, wanted one that has them: "
+            "@mixture.arms, @arms.levels or @arms.rows as sections.Data.task"
+        )
+    return CurriculumState(torch.zeros(arms, dtype=torch.int64), curriculum.start(arms, key))
+
+
+def sample_and_follow(
+    explore: Explore,
+    carried: Carry,
+    prompts: int,
+    *,
+    group_sampling: Callable[[Explore, Carry, int], GroupBatch] | None,
+    curriculum: Curriculum,
+    labels: Sequence[str],
+) -> GroupBatch:
+    """As `group_sampling`, and the curriculum's state moved on by all that was sampled for the step.
+
+    Without a `group_sampling` the next groups are learned from, whatever comes of them. `labels` name the arms in the
+    metrics. Raises ValueError where the curriculum returns what it must not.
+    """
+    if group_sampling is None:
+        groups = explore(carried.drawn, prompts)
+        found = GroupBatch(groups, groups, carried._replace(drawn=carried.drawn + prompts), {})
+    else:
+        found = group_sampling(explore, carried, prompts)
+    before, uids = carried.curriculum, [problem.uid for problem in found.fresh.problems]
+    rates = curriculum.pass_rate(found.fresh.reward)
+    if rates.shape != (len(uids),):
+        raise ValueError(
+            f"curriculum.pass_rate: got shape {[*rates.shape]}, wanted [{len(uids)}], one for each problem"
+        )
+    after = update_curriculum(curriculum, before, uids, rates)
+    figures = curriculum_figures(curriculum, labels, before, after, uids, rates)
+    moved = found.carried._replace(curriculum=after)
+    return found._replace(carried=moved, figures={**found.figures, **figures})
+
+
+def choose_uids(
+    curriculum: Curriculum, state: CurriculumState, key: Int[Tensor, "2"], drawn: int, first: int, count: int
+) -> list[int]:
+    """The uids of draws first, ..., first + count - 1, each a turn of an arm that it had not before.
+
+    Draws are chosen in batches of `count` from `drawn` on, each with a key of its own, by the state before the step: so
+    it does not matter whether the batches before were asked for in this call or in others. Raises ValueError where the
+    curriculum chooses what is no arm.
+    """
+    turns = state.turns.tolist()
+    uids: list[int] = []
+    for start in range(drawn, first + 1, count):
+        chosen = curriculum.select(state.arrays, prng.fold_in(key, start), count)
+        uids = []
+        for arm in check_arms(chosen, count, len(turns)):
+            uids.append(turns[arm] * len(turns) + arm)
+            turns[arm] += 1
+    return uids
+
+
+def check_arms(chosen: object, count: int, arms: int) -> list[int]:
+    """The chosen arms as integers. Raises ValueError unless they are `count` integers in 0 .. arms - 1."""
+    got = f"{chosen.dtype} of shape {[*chosen.shape]}" if isinstance(chosen, Tensor) else type(chosen).__name__
+    if not isinstance(chosen, Tensor) or chosen.dtype != torch.int64 or chosen.shape != (count,):
+        raise ValueError(f"curriculum.select: got {got}, wanted torch.int64 of shape [{count}]")
+    odd = [arm for arm in chosen.tolist() if not 0 <= arm < arms]
+    if odd:
+        raise ValueError(f"curriculum.select: got arm {odd[0]}, wanted 0 to {arms - 1}")
+    return chosen.tolist()
+
+
+def update_curriculum(
+    curriculum: Curriculum, state: CurriculumState, uids: Sequence[int], rates: Float[Tensor, "P"]
+) -> CurriculumState:
+    """The state of the next step. Problems of which no sample could be scored count as asked, and say nothing.
+
+    Raises ValueError where the curriculum returns arrays of other names, shapes or dtypes than before.
+    """
+    arms = torch.tensor([uid % len(state.turns) for uid in uids], dtype=torch.int64)
+    rates = rates.detach().to("cpu", torch.float64)
+    known = ~rates.isnan()
+    arrays = curriculum.update(state.arrays, arms[known], rates[known])
+    check_arrays(arrays, state.arrays, "curriculum.update")
+    return CurriculumState(state.turns + arms.bincount(minlength=len(state.turns)), arrays)
+
+
+def check_arrays(got: Arrays, wanted: Arrays, what: str) -> None:
+    """Raise ValueError unless arrays have the names, shapes and dtypes of others; `what` made them."""
+    shown = [{name: f"{x.dtype} {[*x.shape]}" for name, x in some.items()} for some in (got, wanted)]
+    if shown[0] != shown[1]:
+        raise ValueError(f"{what}: got arrays {shown[0]}, wanted {shown[1]}")
+
+
+def curriculum_figures(
+    curriculum: Curriculum,
+    labels: Sequence[str],
+    before: CurriculumState,
+    after: CurriculumState,
+    uids: Sequence[int],
+    rates: Float[Tensor, "P"],
+) -> dict[str, float]:
+    """Metrics of a step of a curriculum: `curriculum/share/<label>` and `curriculum/pass_rate/<label>`, and its own.
+
+    Arms of one label, such as the rows of a level, are counted together. A pass rate is missing where no problem of the
+    label was asked and could be scored.
+    """
+    found: dict[str, float] = {}
+    asked = [labels[uid % len(labels)] for uid in uids]
+    values = rates.detach().to("cpu", torch.float64).tolist()
+    for label in dict.fromkeys(labels):
+        mine = [rate for one, rate in zip(asked, values, strict=True) if one == label]
+        found[f"curriculum/share/{label}"] = len(mine) / len(asked)
+        known = [rate for rate in mine if rate == rate]
+        if known:
+            found[f"curriculum/pass_rate/{label}"] = sum(known) / len(known)
+    own = curriculum.figures(before.arrays, after.arrays)
+    return found | {f"curriculum/{name}": float(value) for name, value in own.items()}
+
 
 PassRate = Callable[[Reward], Tensor]
 
@@ -319,3 +456,89 @@ def _variance_score(state: Arrays) -> Tensor:
 def _progress_score(state: Arrays) -> Tensor:
     moved = (state["fast"] - state["slow"]).abs()
     return torch.where(state["asked"] > 0, moved, moved.max().clamp(min=1e-3))
+
+
+# A pool of problems.
+
+
+def pool_in_band(
+    *, size: int, low: float, high: float, decay: float, min_asked: int, pass_rate: Callable[[Reward], Tensor]
+) -> Curriculum:
+    """A pool of `size` arms, mostly rows; one whose average pass rate leaves `low` .. `high` makes way for another.
+
+    A step's draws go through the pool in random order, each arm once before any comes twice. After the step an arm of
+    the pool that was asked `min_asked` times or more is retired where its average is above `high` (solved), and set
+    aside where it is below `low` (too hard for now). Into the pool comes what was asked least, in a random order that
+    the start decides: fresh arms before those that were in it, which come back once all were asked.
+
+    Args:
+        size: arms in the pool; where there are fewer, all of them are.
+        low: least average pass rate of an arm that stays, in [0, 1].
+        high: largest one, from `low` to 1.
+        decay: weight of the average before a step, in [0, 1).
+        min_asked: problems of an arm before it is judged.
+        pass_rate: which samples pass.
+
+    Returns:
+        The curriculum, with `curriculum/pool_size`, `curriculum/admitted`, `curriculum/retired`, `curriculum/set_aside`
+        (of the step) and `curriculum/fresh`, the arms that were never asked.
+
+    Raises:
+        ValueError: for numbers outside of these ranges.
+    """
+    if size < 1 or min_asked < 1:
+        raise ValueError(f"pool_in_band: got size {size} and min_asked {min_asked}, wanted at least 1 of each")
+    if not (0 <= low <= high <= 1 and 0 <= decay < 1):
+        raise ValueError(
+            f"pool_in_band: got low {low}, high {high}, decay {decay}, wanted 0 <= low <= high <= 1 and 0 <= decay < 1"
+        )
+    return Curriculum(
+        start=partial(_start_pool, size),
+        select=_select_members,
+        update=partial(_update_pool, low, high, decay, min_asked),
+        figures=partial(_pool_figures, high),
+        pass_rate=pass_rate,
+    )
+
+
+def _start_pool(size: int, arms: int, key: Tensor) -> Arrays:
+    place = torch.zeros(arms, dtype=torch.int64)
+    place[prng.permutation(key, arms)] = torch.arange(arms)
+    return {
+        "place": place,  # in the queue
+        "member": place < size,
+        "rate": torch.zeros(arms, dtype=torch.float64),
+        "asked": torch.zeros(arms, dtype=torch.int64),
+    }
+
+
+def _select_members(state: Arrays, key: Tensor, count: int) -> Tensor:
+    order = prng.permutation(key, len(state["member"]))
+    members = order[state["member"][order]]
+    return members[torch.arange(count) % len(members)]
+
+
+def _update_pool(
+    low: float, high: float, decay: float, min_asked: int, state: Arrays, arms: Tensor, rates: Tensor
+) -> Arrays:
+    member, place = state["member"], state["place"]
+    mean, number = step_means(arms, rates, len(member))
+    rate = average_rates(state["rate"], state["asked"], mean, number, decay)
+    asked = state["asked"] + number
+    stays = member & ~((asked >= min_asked) & ((rate > high) | (rate < low)))
+    missing = int(member.sum() - stays.sum())
+    turn = torch.where(stays, asked.max() + 1, asked) * len(place) + place  # of members: behind all the others
+    admitted = torch.zeros_like(member)
+    admitted[turn.argsort()[:missing]] = True
+    return {"place": place, "member": stays | admitted, "rate": rate, "asked": asked}
+
+
+def _pool_figures(high: float, before: Arrays, after: Arrays) -> dict[str, float]:
+    gone = before["member"] & ~after["member"]
+    return {
+        "pool_size": float(after["member"].sum()),
+        "admitted": float((after["member"] & ~before["member"]).sum()),
+        "retired": float((gone & (after["rate"] > high)).sum()),
+        "set_aside": float((gone & (after["rate"] <= high)).sum()),
+        "fresh": float((after["asked"] == 0).sum()),
+    }

@@ -1,5 +1,9 @@
 """On-policy distillation: what a teacher's log-probs of the sampled tokens change about their advantages.
 
+    scored    the step, P prompts with G samples each: their rewards, and the teacher's log-probs of every token
+    steps     steps taken before
+    returns   the advantage of each token, [P, G, T], as it was where ~mask; of a share, a number in [0, 1]
+
 `gap` is log pi_teacher - log pi_old of each sampled token, a constant to the gradient: above 0 the teacher likes the
 token better than the policy that sampled it. On-policy, REINFORCE on the gap of each token alone (no sum over later
 tokens) has the expected gradient of sum_t KL(pi(. | s_t) || pi_teacher(. | s_t)) with the prefixes s_t held fixed.
@@ -10,8 +14,7 @@ from collections.abc import Callable
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn.algo.credit import Credit, zero_outside_mask
-from grpo_fn.algo.needs import ScoredStep, token_advantages
+from grpo_fn.algo.credit import Credit, ScoredStep, token_advantages, zero_outside_mask
 
 EXAMPLES = {  # knobs as tests try them
     **{"coef": (1.0, 0.25), "gamma": (0.5, 0.0), "lam": (0.5, 1.0), "clip": (0.2, 0.5)},
@@ -33,13 +36,9 @@ def teacher_gap(
     Peers: slime, miles and Tinker OPD; NeMo-RL `OPDAdvantageEstimator`; verl `opd` with k1.
 
     Args:
-        scored: P prompts with G samples each, their rewards, and the teacher's log-probs of every token.
         credit: (scored) -> [P, G, T], the rewards' advantages; None: rewards teach nothing.
         share: (steps taken before) -> the share of the teacher's part in this step, 0 to 1; None: all of it.
         coef: advantage of a token that is 1 nat likelier under the teacher, in units of the advantage.
-
-    Returns:
-        The advantage of each token, [P, G, T]; as it was where ~mask.
     """
     adv = token_advantages(scored, credit)
     return in_part(scored, adv, adv + coef * zero_outside_mask(scored.teacher_gap, scored.mask), share)
@@ -60,14 +59,10 @@ def early_teacher_gap(
     Peers: TRL `iw_opd`.
 
     Args:
-        scored: P prompts with G samples each, their rewards, and the teacher's log-probs of every token.
         credit: (scored) -> [P, G, T], the rewards' advantages; None: rewards teach nothing.
         share: (steps taken before) -> the share of the teacher's part in this step, 0 to 1; None: all of it.
         coef: advantage of a token that is 1 nat likelier under the teacher, in units of the advantage.
         gamma: additional weight of the first token, dimensionless.
-
-    Returns:
-        The advantage of each token, [P, G, T]; as it was where ~mask.
     """
     adv, kept = token_advantages(scored, credit), zero_outside_mask(scored.teacher_gap, scored.mask)
     size = kept.abs()
@@ -92,14 +87,10 @@ def teacher_reweighted(
     Peers: ms-swift `advantage_reweight=rlsd`.
 
     Args:
-        scored: P prompts with G samples each, their rewards, and the teacher's log-probs of every token.
         credit: (scored) -> [P, G, T], the rewards' advantages; None: rewards teach nothing.
         share: (steps taken before) -> the share of the teacher's part in this step, 0 to 1; None: all of it.
         lam: share of the advantage that is reweighted, in [0, 1].
         clip: how far a token's weight may be from 1, dimensionless.
-
-    Returns:
-        The advantage of each token, [P, G, T]; as it was where ~mask.
     """
     adv = token_advantages(scored, credit)
     weight = (adv.sign() * zero_outside_mask(scored.teacher_gap, scored.mask)).exp().clamp(1.0 - clip, 1.0 + clip)

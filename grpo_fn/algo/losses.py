@@ -1,9 +1,11 @@
 """Token losses of one row: `(logp [T], row) -> ([T], diagnostics)`. `objective.policy_objective` vmaps and weighs them.
 
-A token loss takes one row, `logp [T]` and a Batch of `[T]` fields: no row can touch another, whatever the shapes
-(`logp[B, T] * adv[B]` broadcasts silently when B == T). It returns the loss of every token, 0 where ~mask, and the same
-three diagnostics: "ratio", and "clip_low" and "clip_high", 1 where the clip on that side takes the advantage's
-gradient away.
+    logp      log-probs of the row's tokens under the policy, [T], in nats
+    row       the row, a Batch whose fields are [T]
+    returns   the loss of every token, [T], 0 where ~mask, and its diagnostics, [T] each: "ratio", and "clip_low" and
+              "clip_high", 1 where the clip on that side takes the advantage's gradient away
+
+One row at a time: no row can touch another, whatever the shapes (`logp[B, T] * adv[B]` broadcasts when B == T).
 
 Below r = exp(logp - logp_old), A = adv, means run over the sampled tokens of the row, and sg[.] is a constant to the
 gradient. On-policy every loss has the gradient of `reinforce`, -A grad logp; `sequence_ratio` and `gmpo` have it where
@@ -13,6 +15,7 @@ A is the same for all tokens of the row.
 import math
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -21,8 +24,14 @@ from grpo_fn.core.types import Batch
 
 EXAMPLES = {  # knobs as tests try them
     **{"clip_low": (0.2,), "clip_high": (0.28,), "cap": (3.0,), "tau_positive": (1.0,), "tau_negative": (1.05,)},
-    **{"log_low": (0.4,), "log_high": (0.4,), "delta": (0.2,), "kappa": (0.0, 1e-3), "coef": (1.0,)},
+    **{"log_low": (0.4,), "log_high": (0.4,), "delta": (0.05,), "kappa": (0.0, 1e-3), "coef": (1.0,)},
+    **{"k_positive": (2.0,), "lambda_positive": (3.0,), "k_negative": (3.0,), "lambda_negative": (2.0,)},
+    **{"low": (0.2,), "high": (0.28,), "beta": (0.1,), "half_life": (2.0,)},
+    **{"weight_low": (0.8, 1.0), "weight_high": (1.2,), "safety": (1.5,)},
 }
+TOKEN_LIMIT = 20.0  # nats: bounds of a token's log-ratio and, above, of a row's, in `vespo`
+ROW_FLOOR = math.log(1e-8)  # nats: least log-ratio of a row there
+CHUNK = 128  # columns of one piece of `discounted_to_go`
 
 Loss = tuple[Float[Tensor, "T"], dict[str, Float[Tensor, "T"]]]
 
@@ -34,13 +43,6 @@ def reinforce(logp: Float[Tensor, "T"], row: Batch) -> Loss:
 
     Use it when: exactly one step on fresh samples.
     Peers: RLOO and REINFORCE losses.
-
-    Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
-
-    Returns:
-        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     r = ratio(logp, row.logp_old, row.mask)
     return -_adv(row) * sampled_values(logp, row), loss_diagnostics(r, False, False)
@@ -59,13 +61,8 @@ def clipped_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip
     Peers: TRL `epsilon`, `epsilon_high`; verl `clip_ratio_low`, `clip_ratio_high`.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
         clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
         clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
-
-    Returns:
-        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     return _clipped(ratio(logp, row.logp_old, row.mask), row, clip_low, clip_high)
 
@@ -79,14 +76,9 @@ def dual_clip(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_hig
     Peers: verl always does (`clip_ratio_c=3`), TRL `delta`.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
         clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
         clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
         cap: largest ratio that counts where A < 0, dimensionless.
-
-    Returns:
-        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
 
     Raises:
         ValueError: cap is not above 1.
@@ -103,7 +95,7 @@ def dual_clip(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_hig
 def sequence_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean_t log r_t), one ratio for all tokens of the row.
 
-    GSPO (arXiv:2507.18071, eq. 5 and 7), which averages it over a row: take aggregation.sequence_mean. A token is
+    GSPO (arXiv:2507.18071, eq. 5 and 7), which averages it over a row: take objective.sequence_mean. A token is
     clipped or not by its own A; where they differ within a row, the others' losses still move its logp.
 
     Use it when: mixtures of experts, long rows; with `sequence_mean`.
@@ -111,13 +103,8 @@ def sequence_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, cli
     the mean.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
         clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
         clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
-
-    Returns:
-        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask)
     return _clipped(capped_exp(_row_mean(log_r, row)).exp(), row, clip_low, clip_high)
@@ -127,19 +114,14 @@ def sequence_ratio_token(logp: Float[Tensor, "T"], row: Batch, *, clip_low: floa
     """As `sequence_ratio` with s_t = sg[s] exp(logp_t - sg[logp_t]): the same value, a gradient to its own logp alone.
 
     GSPO-token (arXiv:2507.18071, eq. 13 and 14), made for an A of each token. With one A for the row its gradient is
-    that of `sequence_ratio`; it is the paper's under aggregation.sequence_mean.
+    that of `sequence_ratio`; it is the paper's under objective.sequence_mean.
 
     Use it when: GSPO with an A of each token.
     Peers: verl `gspo` is this form; ms-swift `sequence_token`.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
         clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
         clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
-
-    Returns:
-        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask).detach()
     own = log_ratio(logp, logp.detach(), row.mask)
@@ -156,12 +138,7 @@ def cispo(logp: Float[Tensor, "T"], row: Batch, *, clip_high: float) -> Loss:
     Peers: TRL and ms-swift take `epsilon_high` itself as the cap (5.0); verl clips both sides.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
         clip_high: the weight is at most 1 + clip_high, dimensionless.
-
-    Returns:
-        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     r = ratio(logp, row.logp_old, row.mask)
     weight = r.detach().clamp(max=1 + clip_high)
@@ -178,13 +155,8 @@ def sapo(logp: Float[Tensor, "T"], row: Batch, *, tau_positive: float, tau_negat
     Peers: TRL, verl, AReaL `sapo`.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
         tau_positive: steepness of the sigmoid where A > 0.
         tau_negative: steepness of the sigmoid elsewhere.
-
-    Returns:
-        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
 
     Raises:
         ValueError: one of the two is not above 0.
@@ -200,19 +172,14 @@ def gmpo(logp: Float[Tensor, "T"], row: Batch, *, log_low: float, log_high: floa
     """-g A, g = exp(mean_t c_t), c = min(log r, log_high) where A > 0, max(log r, -log_low) where A < 0; in nats.
 
     GMPO (arXiv:2507.20673, eq. 4): the geometric mean of a row's clipped ratios in the place of their arithmetic mean;
-    averaged over rows: take aggregation.sequence_mean. "ratio" is each token's own.
+    averaged over rows: take objective.sequence_mean. "ratio" is each token's own.
 
     Use it when: outliers among ratios; with `sequence_mean`.
     Peers: verl `geo_mean`, TRL `GMPOTrainer`.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
         log_low: log r counts as at least -log_low where A < 0, in nats.
         log_high: log r counts as at most log_high where A > 0, in nats.
-
-    Returns:
-        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     log_r, adv = log_ratio(logp, row.logp_old, row.mask), _adv(row)
     high, low = (adv > 0) & (log_r > log_high), (adv < 0) & (log_r < -log_low)
@@ -231,13 +198,8 @@ def dppo_tv(logp: Float[Tensor, "T"], row: Batch, *, delta: float, kappa: float)
     Peers: verl `dppo_tv`: around logp_old, sg[min(r, cap)] logp in the place of r; `clip_ratio_c` is the cap, 3.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
         delta: how far p may move in the direction of A before the gradient ends, 0 to 1.
         kappa: coefficient of the penalty (log r)^2, per nat squared.
-
-    Returns:
-        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     r, log_r = ratio(logp, row.logp_sampled, row.mask), log_ratio(logp, row.logp_sampled, row.mask)
     adv = _adv(row)
@@ -258,13 +220,8 @@ def clip_cov(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high
     Peers: verl `clip_cov`: an unkeyed permutation of each rank's minibatch.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
         clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
         clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
-
-    Returns:
-        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     r = ratio(logp, row.logp_old, row.mask)
     return _clipped(r, row._replace(adv=torch.where(row.selected, 0.0, row.adv)), clip_low, clip_high)
@@ -280,12 +237,7 @@ def kl_cov(logp: Float[Tensor, "T"], row: Batch, *, coef: float) -> Loss:
     Peers: verl `kl_cov`.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
         coef: coefficient of |log r|, per nat.
-
-    Returns:
-        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask)
     r = capped_exp(log_r).exp()
@@ -301,19 +253,198 @@ def masked_ratio(logp: Float[Tensor, "T"], row: Batch) -> Loss:
 
     Use it when: samples are many updates old; with `masking.second_moment_tokens` and `step.from_trainer`.
     Peers: AReaL `m2_threshold`, in its clipped loss.
-
-    Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
-
-    Returns:
-        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     r = ratio(logp, row.logp_sampled, row.mask)
     return torch.where(row.selected, 0.0, -r * _adv(row)), loss_diagnostics(r, False, False)
 
 
 masked_ratio.NEEDS = frozenset({"logp_sampled"})
+
+
+# Losses -sg[w] A logp: what weighs the gradient is a constant to it, and each paper has its own w. `vespo`, `dppo_kl`
+# and `masked_reinforce` compare the policy with the *sampler*, r = exp(logp - logp_sampled): logp_old has no say there,
+# and no correction is needed.
+
+
+def vespo(
+    logp: Float[Tensor, "T"],
+    row: Batch,
+    *,
+    k_positive: float,
+    lambda_positive: float,
+    k_negative: float,
+    lambda_negative: float,
+) -> Loss:
+    """-sg[phi] A logp, phi = exp(lambda + k log W - lambda W), W = prod_t r_t of the row, 1e-8 to e^20.
+
+    VESPO (arXiv:2602.10693; from the authors' code): the weight of a row is 1 on-policy, highest at W = k / lambda and
+    falls on both sides; k and lambda are `k_positive` and `lambda_positive` where A >= 0, else the
+    others. Each log r_t counts as -20 to 20 nats. No gradient is cut off, so both clip diagnostics are 0.
+
+    Use it when: stale samples, asynchronous sampling: a whole row's weight, without its variance.
+    Peers: TRL `vespo`: W of logp_old, times the sampler's truncated weights.
+
+    Args:
+        k_positive: power of W where A >= 0, dimensionless.
+        lambda_positive: decay in W where A >= 0, dimensionless.
+        k_negative: power of W where A < 0, dimensionless.
+        lambda_negative: decay in W where A < 0, dimensionless.
+
+    Raises:
+        ValueError: a lambda is not above 0.
+    """
+    if min(lambda_positive, lambda_negative) <= 0:
+        raise ValueError(f"lambda: got {lambda_positive} and {lambda_negative}, wanted more than 0")
+    adv, log_r = sampled_values(row.adv, row), log_ratio(logp, row.logp_sampled, row.mask)
+    log_w = log_r.detach().clamp(-TOKEN_LIMIT, TOKEN_LIMIT).sum(-1, keepdim=True).clamp(ROW_FLOOR, TOKEN_LIMIT)
+    good, bad = (
+        (decay + power * log_w - decay * log_w.exp()).exp()
+        for power, decay in ((k_positive, lambda_positive), (k_negative, lambda_negative))
+    )
+    weight = torch.where(adv >= 0, good, bad)
+    return -weight * adv * sampled_values(logp, row), loss_diagnostics(capped_exp(log_r).exp(), False, False)
+
+
+vespo.NEEDS = frozenset({"logp_sampled"})
+
+
+def dppo_kl(logp: Float[Tensor, "T"], row: Batch, *, delta: float, cap: float) -> Loss:
+    """-sg[keep min(r, cap)] A logp; a token is kept until the binary KL of its probability has reached delta.
+
+    The KL is q log(q / p) + (1 - q) log((1 - q) / (1 - p)), q the sampler's probability of the token, p the policy's:
+    that of "this token or another". Above delta, keep = 0 where A > 0 and p > q, or A < 0 and p < q. DPPO with the
+    binary KL (arXiv:2602.04879; from verl's code, which adds 1e-8 to 1 - q and 1 - p).
+
+    Use it when: as `dppo_tv`, whose distance is in probability: a KL also sees a rare token that becomes much rarer.
+    Peers: verl `dppo_kl`, around logp_old; the cap is `clip_ratio_c`, which actor.yaml has as 3 and their example of
+        DPPO as 10000; the 20 of the function itself is read only where no actor config is.
+
+    Args:
+        delta: KL at which the gradient in the direction of A ends, in nats.
+        cap: largest ratio that counts, dimensionless.
+    """
+    adv, r = sampled_values(row.adv, row), ratio(logp, row.logp_sampled, row.mask)
+    log_p, log_q = (sampled_values(x, row).detach().clamp(max=0.0) for x in (logp, row.logp_sampled))
+    p, q = log_p.exp(), log_q.exp()
+    divergence = q * (log_q - log_p) + (1 - q) * ((1 - q + 1e-8).log() - (1 - p + 1e-8).log())
+    far = divergence > delta
+    high, low = far & (adv > 0) & (p > q), far & (adv < 0) & (p < q)
+    weight = torch.where(high | low, 0.0, r.detach().clamp(max=cap))
+    return -weight * adv * sampled_values(logp, row), loss_diagnostics(r, low, high)
+
+
+dppo_kl.NEEDS = frozenset({"logp_sampled"})
+
+
+def masked_reinforce(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Loss:
+    """-sg[r] A logp where 1 - low < r < 1 + high, else 0, whatever the sign of A.
+
+    GLM-5 (arXiv:2602.15763, section 4.1.2; from SkyRL's code): the sampler's log-probs are the old policy's, so no
+    pass is spent on them, and a token on which policy and sampler disagree in either direction teaches nothing.
+
+    Use it when: asynchronous sampling, agents: one forward pass fewer; with `step.from_sampler`.
+    Peers: slime; SkyRL `rollout_is`; `clipped_ratio` lets a bad token that became more likely teach, this does not.
+
+    Args:
+        low: how far r may be below 1, dimensionless.
+        high: how far r may be above 1, dimensionless.
+    """
+    adv, r = sampled_values(row.adv, row), ratio(logp, row.logp_sampled, row.mask)
+    below, above = (adv != 0) & (r <= 1 - low), (adv != 0) & (r >= 1 + high)
+    weight = torch.where(below | above, 0.0, r.detach())
+    return -weight * adv * sampled_values(logp, row), loss_diagnostics(r, below, above)
+
+
+masked_reinforce.NEEDS = frozenset({"logp_sampled"})
+
+
+def dro(logp: Float[Tensor, "T"], row: Batch, *, beta: float) -> Loss:
+    """-A logp + beta / 2 (logp - logp_old)^2: REINFORCE held near the old policy by a square in the place of a clip.
+
+    Direct reward optimisation (arXiv:2405.19107) with a group's baseline for its value function; from verl's and
+    tinker's code. Its gradient, -(A - beta log r) grad logp, ends where log r = A / beta.
+
+    Use it when: several updates a rollout, and no gradient should be cut off.
+    Peers: tinker and verl `dro`.
+
+    Args:
+        beta: coefficient of the square, per nat squared.
+
+    Raises:
+        ValueError: beta is not above 0.
+    """
+    if beta <= 0:
+        raise ValueError(f"beta: got {beta}, wanted more than 0: without it this is losses.reinforce")
+    log_r = log_ratio(logp, row.logp_old, row.mask)
+    loss = -sampled_values(row.adv, row) * sampled_values(logp, row) + beta / 2 * log_r**2
+    return loss, loss_diagnostics(capped_exp(log_r).exp(), False, False)
+
+
+def future_weighted(
+    logp: Float[Tensor, "T"],
+    row: Batch,
+    *,
+    clip_low: float,
+    clip_high: float,
+    cap: float | None,
+    half_life: float,
+    weight_low: float,
+    weight_high: float,
+    safety: float,
+) -> Loss:
+    """sg[f_t] times `clipped_ratio` or, with a cap, `dual_clip`; f_t = clip(exp(F_t), weight_low, weight_high).
+
+    F_t = sum_{s >= t} g^(s - t) log r_s, r = exp(logp - logp_old), g = 2^(-1 / half_life), tokens with r > cap left
+    out: a token after which the update makes the row likelier counts more, so the first update of a rollout is
+    DAPO's. Where A < 0 and r > safety, f is 0.8 to 1. FIPO (arXiv:2603.19835; from ms-swift's code).
+
+    Use it when: long chains of thought and several updates a rollout.
+    Peers: ms-swift `fipo`: half_life `fipo_decay_rate`, weights 1 to 1.2 by default, cap `delta`, safety 4.
+
+    Args:
+        clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
+        clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
+        cap: largest ratio that counts where A < 0, and in F; None for neither.
+        half_life: tokens after which a later log-ratio counts half.
+        weight_low: least weight of a token.
+        weight_high: largest weight of a token.
+        safety: ratio above which a token with A < 0 is not weighed more than 1.
+
+    Raises:
+        ValueError: half_life is not above 0, not weight_low <= 1 <= weight_high, or cap is not above 1.
+    """
+    if half_life <= 0:
+        raise ValueError(f"half_life: got {half_life}, wanted more than 0 tokens")
+    if not 0 <= weight_low <= 1 <= weight_high:
+        raise ValueError(f"weight_low, weight_high: got {weight_low} and {weight_high}, wanted 0 <= low <= 1 <= high")
+    clips = {"clip_low": clip_low, "clip_high": clip_high}
+    loss, seen = clipped_ratio(logp, row, **clips) if cap is None else dual_clip(logp, row, **clips, cap=cap)
+    log_r, r = log_ratio(logp, row.logp_old, row.mask).detach(), seen["ratio"].detach()
+    counted = log_r if cap is None else torch.where(r > cap, 0.0, log_r)
+    weight = capped_exp(discounted_to_go(counted, decay=2 ** (-1 / half_life))).exp().clamp(weight_low, weight_high)
+    risky = (sampled_values(row.adv, row) < 0) & (r > safety)
+    return torch.where(risky, weight.clamp(0.8, 1.0), weight) * loss, seen
+
+
+def discounted_to_go(x: Float[Tensor, "T"], *, decay: float) -> Float[Tensor, "T"]:
+    """sum_{s >= t} decay^(s - t) x_s for each t, in pieces of 128 columns: two small products instead of [T, T]."""
+    length = x.shape[-1]
+    pieces = F.pad(x, (0, -length % CHUNK)).unflatten(-1, (-1, CHUNK))
+    within = pieces @ _powers(CHUNK, decay, like=x).T  # to the end of the piece
+    beyond = _powers(pieces.shape[-2], decay**CHUNK, like=x) @ within[..., 0]  # from each piece's start to the end
+    after = F.pad(beyond[1:], (0, 1))
+    left = CHUNK - torch.arange(CHUNK, device=x.device, dtype=x.dtype)
+    return (within + decay**left * after[:, None]).flatten()[:length]
+
+
+def _powers(size: int, decay: float, *, like: Tensor) -> Float[Tensor, "N N"]:
+    """decay^(j - i) at row i, column j >= i; 0 below."""
+    place = torch.arange(size, device=like.device)
+    apart = place[None, :] - place[:, None]
+    return torch.where(apart >= 0, decay ** apart.clamp(min=0).to(like.dtype), 0.0)
+
+
+# What losses are made of.
 
 
 def sampled_values(x: Float[Tensor, "*T"], row: Batch) -> Float[Tensor, "T"]:

@@ -1,12 +1,16 @@
 """Which samples are left out of the loss, and which tokens it treats apart; both chosen over the whole step.
 
-A filter is `(rollout, adv [P G T]) -> keep [P G]`. A sample left out was still part of its group's baseline; it has no
+    rollout   the step's samples, B = P * G rows
+    adv       advantage of each token, [P, G, T]
+    batch     all rows of the step, each field [B, T]
+    key       one random key a row, [B, 2], on which alone a random choice depends
+    returns   True for the samples that are kept, [P, G], or where the loss is to treat a token apart, [B, T]
+
+A filter is `(rollout, adv) -> keep`. A sample left out was still part of its group's baseline; it has no
 gradient and counts in no denominator. (One that could not be scored is left out of both, by `reward.valid`.)
 
-A token selection is `(batch, key [B 2]) -> selected [B T]`.
-
-A token loss sees one row; what is chosen among all tokens of a step is chosen here, before the rows are dealt out to
-micro-batches, from the old policy's log-probs. `key` is one key a row: a random choice depends on it alone.
+A token selection is `(batch, key) -> selected`. A token loss sees one row; what is chosen among all tokens of a step
+is chosen before the rows are dealt out to micro-batches, from the old policy's log-probs.
 """
 
 import torch
@@ -32,14 +36,9 @@ def clip_cov_tokens(
     Use it when: the loss is `losses.clip_cov`.
 
     Args:
-        batch: all rows of the step, each field [B, T].
-        key: one random key a row, [B, 2].
         low: lower end of the range of cov, exclusive, in nats.
         high: upper end of the range of cov, exclusive, in nats.
         share: fraction of the step's sampled tokens, 0 to 1.
-
-    Returns:
-        True where the loss is to treat a token apart, [B, T].
 
     Raises:
         ValueError: share is not between 0 and 1.
@@ -57,12 +56,7 @@ def kl_cov_tokens(batch: Batch, key: Int[Tensor, "B 2"], *, share: float) -> Boo
     Use it when: the loss is `losses.kl_cov`.
 
     Args:
-        batch: all rows of the step, each field [B, T].
-        key: one random key a row, [B, 2]; breaks ties.
         share: fraction of the step's sampled tokens, 0 to 1.
-
-    Returns:
-        True where the loss is to treat a token apart, [B, T].
 
     Raises:
         ValueError: share is not between 0 and 1.
@@ -82,12 +76,7 @@ def second_moment_tokens(batch: Batch, key: Int[Tensor, "B 2"], *, limit: float)
     Peers: AReaL `m2_threshold`, within a micro-batch; here within the step.
 
     Args:
-        batch: all rows of the step, each field [B, T].
-        key: one random key a row, [B, 2]; not read.
         limit: mean square that the tokens which are not selected stay below, in nats squared.
-
-    Returns:
-        True where the loss is to treat a token apart, [B, T].
 
     Raises:
         ValueError: limit is not above 0.
@@ -145,13 +134,6 @@ def drop_truncated(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Tensor
 
     Use it when: a truncated answer should be no evidence against its reasoning.
     Peers: TRL `mask_truncated_completions`.
-
-    Args:
-        rollout: the step's samples, B = P * G rows.
-        adv: advantage of each token, [P, G, T]; only its shape is read.
-
-    Returns:
-        True for the samples that are kept, [P, G].
     """
     return rearrange(~rollout.truncated, "(p g) -> p g", p=len(adv))
 
@@ -163,13 +145,6 @@ def drop_incomparable(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Ten
 
     Use it when: groups without signal would only dilute the mean; cheaper than sampling more
     (`group_sampling.dynamic`).
-
-    Args:
-        rollout: the step's samples, B = P * G rows; not read.
-        adv: advantage of each token, [P, G, T].
-
-    Returns:
-        True for the samples that are kept, [P, G].
     """
     return repeat((adv != 0).any(-1).any(-1), "p -> p g", g=adv.shape[1])
 
@@ -181,12 +156,5 @@ def drop_zero_advantage(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[T
 
     Use it when: a teacher has nothing to say about some rows, and a step is to be as large as if they were not there.
     Peers: TRL SDPO.
-
-    Args:
-        rollout: the step's samples, B = P * G rows; not read.
-        adv: advantage of each token, [P, G, T].
-
-    Returns:
-        True for the samples that are kept, [P, G].
     """
     return (adv != 0).any(-1)

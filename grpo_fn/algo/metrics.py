@@ -10,10 +10,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.func import vmap
 
-from grpo_fn.algo import kl
-from grpo_fn.algo.credit import first_token
+from grpo_fn.algo import objective
+from grpo_fn.algo.credit import ScoredStep, first_token
 from grpo_fn.algo.losses import capped_exp, ratio
-from grpo_fn.algo.needs import ScoredStep
 from grpo_fn.core.batch import by_group
 from grpo_fn.core.problem import LIMITS, Turn
 from grpo_fn.core.types import Batch, Groups, Reward, Rollout, Scores, Undeclared
@@ -259,7 +258,7 @@ def of_tokens(scores: Scores, batch: Batch, diagnostics: Mapping[str, Tensor]) -
         nats, to the reference, or to pi_old in a run without one; "entropy" in nats.
     """
     ref = batch.logp_old if isinstance(batch.logp_ref, Undeclared) else batch.logp_ref
-    kls = vmap(kl.k3)(scores.logp, batch._replace(logp_ref=ref))
+    kls = vmap(objective.k3)(scores.logp, batch._replace(logp_ref=ref))
     defaults = {} if "ratio" in diagnostics else {"ratio": vmap(ratio)(scores.logp, batch.logp_old, batch.mask)}
     for name, value in (("clip_low", 0.0), ("clip_high", 0.0), ("correction", 1.0)):
         if name not in diagnostics:
@@ -305,7 +304,7 @@ def start_kl(batch: Batch, logp_start: Float[Tensor, "B T"]) -> dict[str, float]
     Returns:
         `loss/kl_start`, in nats a token; nothing for a step without tokens to learn from.
     """
-    found = vmap(kl.k3)(batch.logp_old, batch._replace(logp_ref=logp_start))[batch.mask]
+    found = vmap(objective.k3)(batch.logp_old, batch._replace(logp_ref=logp_start))[batch.mask]
     return {"loss/kl_start": float(found.mean())} if len(found) else {}
 
 

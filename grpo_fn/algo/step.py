@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo import metrics
+from grpo_fn.algo.credit import ScoredStep, token_advantages
 from grpo_fn.algo.group_sampling import GroupBatch
-from grpo_fn.algo.needs import ScoredStep, needs, token_advantages
 from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.core import prng
 from grpo_fn.core.batch import (
@@ -30,7 +30,7 @@ from grpo_fn.core.batch import (
     trim_rows,
 )
 from grpo_fn.core.checks import check_divides, check_positive
-from grpo_fn.core.partials import function_and_knobs
+from grpo_fn.core.partials import function_and_knobs, needs
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import UNDECLARED, Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals
 

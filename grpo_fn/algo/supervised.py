@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from grpo_fn.algo import metrics
+from grpo_fn.algo.credit import ScoredStep
 from grpo_fn.algo.metrics import UpdateResult
-from grpo_fn.algo.needs import ScoredStep
 from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.algo.step import Experience, Span, Stream, Term, update
 from grpo_fn.core.batch import by_group, check_rollout, given_batch, observed_tokens, outcome_reward

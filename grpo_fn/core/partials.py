@@ -1,4 +1,19 @@
-"""What a function with knobs is made of: the one place that looks into a `functools.partial`, without torch."""
+"""What a function with knobs is made of: the one place that looks into a `functools.partial`, without torch.
+
+A function declares what it reads of a step, `f.NEEDS = frozenset({...})`; a run provides it before weights are loaded.
+
+    logp_ref        log-probs under a frozen copy of the start model
+    logp_teacher    log-probs under a teacher
+    energy          |d logp / d logits|^2 of every sampled token, one more forward pass
+    logp_sampled    no provision: the function compares the policy with the sampler itself, so samples may be stale
+    trainer_logp    logp_old from the trainer's own pass: the function compares it with the sampler's log-probs
+    fresh_samples   samples of the current policy: no ratio corrects for those of an older one
+    groups          two samples of a prompt or more: the function compares within a group
+    demonstrations  given completions beside the sampled ones
+    episodes        rows in which an environment answers
+
+A function that reads logp_ref, logp_teacher or energy without declaring it ends with an error that says so.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -8,6 +23,22 @@ from typing import Any
 def function_and_knobs(fn: Any) -> tuple[Any, Mapping[str, Any]]:
     """The function below all partials, and the knobs bound to it: none where `fn` is no partial."""
     return (fn.func, fn.keywords) if isinstance(fn, partial) else (fn, {})
+
+
+def needs(value: Any) -> frozenset[str]:
+    """What a function and all functions among its knobs declare; also of a list or a mapping of functions.
+
+    NEEDS may be a function of the knobs, which then speaks for them too: a KL with a coefficient of 0 is not there.
+    """
+    if isinstance(value, list | tuple):
+        return frozenset().union(*map(needs, value))
+    if isinstance(value, dict):
+        return needs([*value.values()])
+    if not callable(value):
+        return frozenset()
+    function, knobs = function_and_knobs(value)
+    declared = getattr(function, "NEEDS", frozenset())
+    return declared(knobs) if callable(declared) else declared | needs(dict(knobs))
 
 
 def uses_of(function: Callable[..., Any], value: Any) -> Iterator[Callable[..., Any]]:

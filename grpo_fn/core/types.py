@@ -54,7 +54,7 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class Undeclared:
-    """Stands for log-probs that no function of the algorithm declares (see `algo.needs`); to read them is an error."""
+    """Stands for log-probs that no function of the algorithm declares (`partials.needs`); to read them is an error."""
 
     name: str
 
@@ -129,7 +129,7 @@ Arrays = Mapping[str, Tensor]  # of fixed names, shapes and dtypes, on the CPU
 
 
 class CurriculumState(NamedTuple):
-    """What a run knows of the A arms that its curriculum chooses among: see `algo.curriculum`."""
+    """What a run knows of the A arms that its curriculum chooses among: see `algo.curricula`."""
 
     turns: Int[Tensor, "A"]  # problems that each arm has been asked
     arrays: Arrays  # the curriculum's own

@@ -19,7 +19,7 @@ from torch.func import grad, vmap
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.algo.needs import ScoredStep, token_advantages
+from grpo_fn.algo.credit import ScoredStep, token_advantages
 from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.algo.step import UNMOVED, Algorithm, Experience, learning_rows
 from grpo_fn.config import freeze, load_config

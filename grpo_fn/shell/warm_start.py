@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.algo import aggregation, supervised
+from grpo_fn.algo import objective, supervised
 from grpo_fn.algo.step import UNMOVED
 from grpo_fn.algo.supervised import learn_given
 from grpo_fn.core.batch import given_batch
@@ -23,7 +23,7 @@ from grpo_fn.shell.model.logprob_model import dense_scores, predicting_states, s
 from grpo_fn.shell.policy import optimizer
 
 Segment = tuple[str, bool]  # text, and whether it is taught or only read
-CROSS_ENTROPY = partial(supervised.cross_entropy, token_weight=None, loss_aggregation=aggregation.token_mean)
+CROSS_ENTROPY = partial(supervised.cross_entropy, token_weight=None, loss_aggregation=objective.token_mean)
 ADAMW = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01}
 FINAL = 0.1  # of the learning rate, at the end
 WARMUP_SHARE = 20  # one step in so many warms up

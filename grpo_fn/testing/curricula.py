@@ -12,7 +12,7 @@ import torch
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
-from grpo_fn.algo.curriculum import Curriculum, check_arms, check_arrays
+from grpo_fn.algo.curricula import Curriculum, check_arms, check_arrays
 from grpo_fn.core import prng
 from grpo_fn.core.types import Arrays
 from grpo_fn.testing.harness import check_claim, for_all

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_fn.algo.needs import PASSES, ScoredStep
+from grpo_fn.algo.credit import PASSES, ScoredStep
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Gains, Groups, Reward, Rollout
 

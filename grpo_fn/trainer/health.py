@@ -322,7 +322,7 @@ TABLE = (
         partial(value_above, metrics=("loss/logprob_diff_mean",)),
         "trainer and sampler give the same tokens other log-probs, so the gradient is that of another policy. Check "
         "that the sampler got the weights, and sections.Compute.dtype; or correct for it: step.Algorithm.old_logp = "
-        "@step.from_trainer and objective.policy_objective.importance_correction = @importance.truncated_weight",
+        "@step.from_trainer and objective.policy_objective.importance_correction = @corrections.truncated_weight",
     ),
     LimitRule(
         "few_groups_with_signal",  # share of the groups

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_fn.algo import metrics
-from grpo_fn.algo.curriculum import choose_uids
+from grpo_fn.algo.curricula import choose_uids
 from grpo_fn.algo.step import Experience, Span, Stream, grpo_step
 from grpo_fn.algo.supervised import Stage, supervised_step
 from grpo_fn.core import prng

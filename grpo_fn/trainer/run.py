@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.algo.curriculum import begin_curriculum, check_arrays, sample_and_follow
+from grpo_fn.algo.curricula import begin_curriculum, check_arrays, sample_and_follow
 from grpo_fn.algo.group_sampling import Explore, GroupBatch
 from grpo_fn.algo.step import AT_THE_START, Algorithm
 from grpo_fn.algo.supervised import Stage

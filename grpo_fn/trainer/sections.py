@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.algo.curriculum import Curriculum
+from grpo_fn.algo.curricula import Curriculum
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.algo.supervised import Stage
 from grpo_fn.core.checks import check_positive

@@ -9,12 +9,12 @@ from catalogue import bound, each
 from hypothesis import given
 from strategies import masks
 
-from grpo_fn.algo import aggregation
+from grpo_fn.algo import objective
 from grpo_fn.core.batch import count
 from grpo_fn.testing import aggregations
 from grpo_fn.testing.aggregations import MASKS, masked_rows
 
-ALL = bound(aggregation, "batch", "totals")
+ALL = bound(objective, "batch", "totals")
 
 
 def weights(f, mask, groups=1):
@@ -31,7 +31,7 @@ def test_holds_what_every_weighting_holds(f, invariant):
 
 @given(MASKS)
 def test_token_mean_sums_to_one_and_treats_tokens_alike(mask):
-    w = weights(aggregation.token_mean, mask)
+    w = weights(objective.token_mean, mask)
     if mask.any():
         torch.testing.assert_close(w.sum().item(), 1.0)
         assert w[mask].unique().numel() == 1
@@ -39,14 +39,14 @@ def test_token_mean_sums_to_one_and_treats_tokens_alike(mask):
 
 @given(MASKS)
 def test_sequence_mean_gives_every_row_the_same_weight(mask):
-    w = weights(aggregation.sequence_mean, mask)
+    w = weights(objective.sequence_mean, mask)
     rows = mask.any(-1)
     torch.testing.assert_close(w.sum(-1), rows / rows.sum().clamp(min=1).double())
 
 
 @given(MASKS, st.integers(1, 9))
 def test_constant_length_does_not_look_at_lengths(mask, length):
-    w = weights(partial(aggregation.constant_length, max_length=length), mask)
+    w = weights(partial(objective.constant_length, max_length=length), mask)
     rows = int(mask.any(-1).sum())
     torch.testing.assert_close(w, mask.double() / max(1, rows * length))
 
@@ -54,27 +54,27 @@ def test_constant_length_does_not_look_at_lengths(mask, length):
 def test_golden_weights():
     """Two rows of 1 and 3 tokens; at most 4 are allowed."""
     mask = torch.tensor([[False, True, False, False], [False, True, True, True]])
-    assert weights(aggregation.token_mean, mask)[mask].tolist() == [1 / 4] * 4
-    torch.testing.assert_close(weights(aggregation.sequence_mean, mask)[mask].tolist(), [1 / 2] + [1 / 6] * 3)
-    assert weights(partial(aggregation.constant_length, max_length=4), mask)[mask].tolist() == [1 / 8] * 4
+    assert weights(objective.token_mean, mask)[mask].tolist() == [1 / 4] * 4
+    torch.testing.assert_close(weights(objective.sequence_mean, mask)[mask].tolist(), [1 / 2] + [1 / 6] * 3)
+    assert weights(partial(objective.constant_length, max_length=4), mask)[mask].tolist() == [1 / 8] * 4
 
 
 def test_over_samples_a_row_that_is_left_out_still_counts():
     """Two rows of 1 and 3 tokens and two of which nothing is left: 4 samples."""
     rows = torch.tensor([[False, True, False, False], [False, True, True, True]])
     mask = torch.cat([rows, torch.zeros_like(rows)])
-    over = weights(aggregation.sequence_mean_over_samples, mask)
+    over = weights(objective.sequence_mean_over_samples, mask)
     torch.testing.assert_close(over[mask].tolist(), [1 / 4] + [1 / 12] * 3)
-    assert weights(partial(aggregation.constant_length_over_samples, max_length=4), mask)[mask].tolist() == [1 / 16] * 4
-    torch.testing.assert_close(2 * over, weights(aggregation.sequence_mean, mask))
+    assert weights(partial(objective.constant_length_over_samples, max_length=4), mask)[mask].tolist() == [1 / 16] * 4
+    torch.testing.assert_close(2 * over, weights(objective.sequence_mean, mask))
 
 
 @given(MASKS)
 def test_where_every_row_has_tokens_samples_are_rows(mask):
     mask = torch.cat([torch.ones_like(mask[:, :1]), mask], 1)
     pairs = [
-        (aggregation.sequence_mean, aggregation.sequence_mean_over_samples),
-        [partial(f, max_length=7) for f in (aggregation.constant_length, aggregation.constant_length_over_samples)],
+        (objective.sequence_mean, objective.sequence_mean_over_samples),
+        [partial(f, max_length=7) for f in (objective.constant_length, objective.constant_length_over_samples)],
     ]
     for plain, over in pairs:
         assert torch.equal(weights(plain, mask), weights(over, mask))
@@ -92,11 +92,11 @@ def test_prompt_mean_gives_every_prompt_the_same_weight_and_its_tokens_each_alik
     for tokens in filled:
         for b, t in tokens:
             wanted[b, t] = 1 / len(tokens) / len(filled)
-    torch.testing.assert_close(weights(aggregation.prompt_mean, mask, prompts), wanted)
+    torch.testing.assert_close(weights(objective.prompt_mean, mask, prompts), wanted)
 
 
 @given(MASKS)
 def test_prompt_mean_of_one_prompt_is_token_mean_and_of_groups_of_one_sequence_mean(mask):
-    torch.testing.assert_close(weights(aggregation.prompt_mean, mask), weights(aggregation.token_mean, mask))
-    alone = weights(aggregation.prompt_mean, mask, len(mask))
-    torch.testing.assert_close(alone, weights(aggregation.sequence_mean, mask))
+    torch.testing.assert_close(weights(objective.prompt_mean, mask), weights(objective.token_mean, mask))
+    alone = weights(objective.prompt_mean, mask, len(mask))
+    torch.testing.assert_close(alone, weights(objective.sequence_mean, mask))

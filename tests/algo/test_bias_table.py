@@ -12,7 +12,7 @@ import tiny_worlds as tiny
 import torch
 from hypothesis import given, settings
 
-from grpo_fn.algo import advantage, aggregation, credit, importance, kl, losses, masking, weighted_losses
+from grpo_fn.algo import advantage, corrections, credit, losses, masking, objective
 
 PROJECT = Path(__file__).resolve().parents[2]
 FEW = settings(max_examples=max(2, settings.default.max_examples // 20))
@@ -21,10 +21,9 @@ KINDS = (
     (advantage, ("reward", "valid")),
     (advantage, ("value", "energy", "mask")),
     (losses, ("logp", "row")),
-    (weighted_losses, ("logp", "row")),
-    (importance, ("logp", "row")),
-    (kl, ("logp", "row")),
-    (aggregation, ("batch", "totals")),
+    (corrections, ("logp", "row")),
+    (objective, ("logp", "row")),
+    (objective, ("batch", "totals")),
     (credit, ("scored",)),
     (masking, ("rollout", "adv")),
 )
@@ -55,10 +54,10 @@ def test_the_energy_of_a_token_is_the_squared_norm_of_its_score(seed):
 @FEW
 @given(seeds)
 def test_the_mean_of_an_exact_estimator_is_the_gradient(name, seed):
-    how, objective = EXACT[name]
+    how, minimised = EXACT[name]
     w = tiny.world(seed, 0.0)
     mean, variance = estimators.moments(how, w)
-    torch.testing.assert_close(mean, estimators.gradient(objective, w), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(mean, estimators.gradient(minimised, w), rtol=1e-10, atol=1e-12)
     assert variance > 0
 
 
@@ -127,6 +126,6 @@ def test_a_preset_by_the_ratio_of_a_row_has_a_line_with_its_clip_and_its_length_
     said = (PROJECT / "gin" / "algo" / f"{preset}.gin").read_text(encoding="utf-8")
     low, high = (re.search(rf"^    {knob} = (\S+)$", said, re.MULTILINE)[1] for knob in ("clip_low", "clip_high"))
     weight = "`{}`".format(*re.search(r"loss_aggregation = @aggregation[.](\w+)", said).groups())
-    if of := re.search(r"^aggregation[.]\w+[.]max_length = (\d+)$", said, re.MULTILINE):
+    if of := re.search(r"^objective[.]\w+[.]max_length = (\d+)$", said, re.MULTILINE):
         weight += f" {of[1]}"
     assert f"{preset.upper()}: `sequence_ratio` {low}, {high}, {weight}" in bias.token_losses()

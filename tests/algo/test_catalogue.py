@@ -15,27 +15,19 @@ import page_tables
 import pytest
 from catalogue import KINDS
 
-from grpo_fn.algo import (
-    controllers,
-    credit,
-    distillation,
-    losses,
-    rejection,
-    supervised,
-    turn_credit,
-    weighted_losses,
-)
+from grpo_fn.algo import corrections, credit, distillation, losses, objective, supervised
 
 # What a module defines besides functions of a kind, for others to use.
 HELPERS = {
-    controllers: {"next_gains"},
-    credit: {"over_tokens", "first_token", "zero_outside_mask", "moments", "standardise"},
-    turn_credit: {"discounted_returns", "turns_taken", "by_state", "turns_over_tokens"},
-    losses: {"sampled_values", "loss_diagnostics", "log_ratio", "capped_exp", "ratio"},
+    credit: {
+        *("token_advantages", "over_tokens", "first_token", "zero_outside_mask", "moments", "standardise"),
+        *("discounted_returns", "turns_taken", "by_state", "turns_over_tokens"),
+    },
+    losses: {"sampled_values", "loss_diagnostics", "log_ratio", "capped_exp", "ratio", "discounted_to_go"},
+    objective: {"policy_objective", "objective_value", "with_teacher_divergence", "next_gains"},
     supervised: {"cross_entropy", "supervised_step", "learn_given"},
     distillation: {"in_part"},
-    weighted_losses: {"discounted_to_go"},
-    rejection: {"k1_divergence", "k2_divergence", "k3_divergence", "row_sum", "row_mean", "row_max"},
+    corrections: {"k1_divergence", "k2_divergence", "k3_divergence", "row_sum", "row_mean", "row_max"},
 }
 MODULES = list({kind[0]: None for kind in KINDS})
 each_module = pytest.mark.parametrize("module", MODULES, ids=[m.__name__ for m in MODULES])

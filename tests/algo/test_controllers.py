@@ -5,10 +5,10 @@ import pytest
 from catalogue import bound, each
 from hypothesis import given
 
-from grpo_fn.algo import controllers
+from grpo_fn.algo import objective
 from grpo_fn.core.types import Gains
 
-ALL = bound(controllers, "gain", "measured")
+ALL = bound(objective, "gain", "measured")
 gains = st.floats(0.0, 2.0)  # what the example of `highest` allows
 positive = st.floats(1e-3, 10.0)
 
@@ -23,12 +23,12 @@ def test_a_gain_stays_finite_and_is_never_a_reward_for_the_other_side(f, gain, m
 def test_adaptive_kl_as_published(gain, target, measured, rate, limit):
     error = max(-limit, min(limit, (measured - target) / target))
     wanted = gain * (1 + rate * error)
-    assert controllers.adaptive_kl(gain, measured, target=target, rate=rate, limit=limit) == pytest.approx(wanted)
+    assert objective.adaptive_kl(gain, measured, target=target, rate=rate, limit=limit) == pytest.approx(wanted)
 
 
 @given(positive, positive, positive)
 def test_more_kl_than_wanted_raises_the_price_and_less_lowers_it(gain, target, measured):
-    after = controllers.adaptive_kl(gain, measured, target=target, rate=0.1, limit=0.2)
+    after = objective.adaptive_kl(gain, measured, target=target, rate=0.1, limit=0.2)
     assert (after > gain) == (measured > target)
     assert (after < gain) == (measured < target)
     assert abs(after / gain - 1) <= 0.02 + 1e-12
@@ -38,13 +38,13 @@ def test_a_kl_that_answers_to_its_price_reaches_the_target():
     """KL = 0.1 / gain, so the gain that is wanted for 0.02 is 5."""
     gain = 1.0
     for _ in range(500):
-        gain = controllers.adaptive_kl(gain, 0.1 / gain, target=0.02, rate=0.1, limit=0.2)
+        gain = objective.adaptive_kl(gain, 0.1 / gain, target=0.02, rate=0.1, limit=0.2)
     assert gain == pytest.approx(5.0, rel=1e-3)
 
 
 @given(gains, positive, positive)
 def test_an_entropy_below_the_target_raises_the_bonus_and_one_above_lowers_it(gain, target, measured):
-    after = controllers.adaptive_entropy(gain, measured, target=target, step=0.05, highest=2.0)
+    after = objective.adaptive_entropy(gain, measured, target=target, step=0.05, highest=2.0)
     wanted = min(2.0, gain + 0.05) if measured < target else max(0.0, gain - 0.05)
     assert after == pytest.approx(wanted)
 
@@ -52,13 +52,13 @@ def test_an_entropy_below_the_target_raises_the_bonus_and_one_above_lowers_it(ga
 @pytest.mark.parametrize("knobs", [{"target": 0.0}, {"target": -1.0}, {"rate": -0.1}, {"rate": 5.0}])
 def test_a_kl_controller_that_cannot_work_is_refused(knobs):
     with pytest.raises(ValueError, match=r"target, rate, limit: got .*, wanted target > 0"):
-        controllers.adaptive_kl(1.0, 0.1, **{"target": 0.1, "rate": 0.1, "limit": 0.2, **knobs})
+        objective.adaptive_kl(1.0, 0.1, **{"target": 0.1, "rate": 0.1, "limit": 0.2, **knobs})
 
 
 @pytest.mark.parametrize("knobs", [{"step": 0.0}, {"highest": -1.0}])
 def test_an_entropy_controller_that_cannot_work_is_refused(knobs):
     with pytest.raises(ValueError, match="step, highest: got"):
-        controllers.adaptive_entropy(1.0, 0.1, **{"target": 0.1, "step": 0.1, "highest": 1.0, **knobs})
+        objective.adaptive_entropy(1.0, 0.1, **{"target": 0.1, "step": 0.1, "highest": 1.0, **knobs})
 
 
 # -- for step.Algorithm.control
@@ -69,7 +69,7 @@ def test_an_entropy_controller_that_cannot_work_is_refused(knobs):
 def test_the_gains_of_the_next_step_come_from_what_this_one_measured(name, factor, kl, entropy, measured, seen):
     figures = {name: measured, "loss/entropy": seen}
     both = {"kl_control": lambda gain, kl: gain + factor * kl, "entropy_control": lambda gain, h: gain + h}
-    found = controllers.next_gains(Gains(kl, entropy), figures, **both)
+    found = objective.next_gains(Gains(kl, entropy), figures, **both)
     assert found == Gains(kl + factor * measured, entropy + seen)
 
 
@@ -77,12 +77,12 @@ def test_the_gains_of_the_next_step_come_from_what_this_one_measured(name, facto
 def test_a_gain_without_a_controller_stays(kl, entropy, measured):
     figures = {"loss/kl": measured, "loss/entropy": measured}
     none = {"kl_control": None, "entropy_control": None}
-    assert controllers.next_gains(Gains(kl, entropy), figures, **none) == Gains(kl, entropy)
+    assert objective.next_gains(Gains(kl, entropy), figures, **none) == Gains(kl, entropy)
     one = {**none, "entropy_control": lambda gain, h: 0.0}
-    assert controllers.next_gains(Gains(kl, entropy), figures, **one) == Gains(kl, 0.0)
+    assert objective.next_gains(Gains(kl, entropy), figures, **one) == Gains(kl, 0.0)
 
 
 @given(gains, gains)
 def test_the_gains_of_a_step_that_learned_nothing_stay(kl, entropy):
     both = {"kl_control": lambda gain, kl: gain / 2, "entropy_control": lambda gain, h: gain / 2}
-    assert controllers.next_gains(Gains(kl, entropy), {"loss/objective": 0.0}, **both) == Gains(kl, entropy)
+    assert objective.next_gains(Gains(kl, entropy), {"loss/objective": 0.0}, **both) == Gains(kl, entropy)

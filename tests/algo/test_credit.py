@@ -15,12 +15,12 @@ from strategies import masks, tensors
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from grpo_fn.algo import advantage, credit, importance, turn_credit
+from grpo_fn.algo import advantage, corrections, credit
 from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Reward
 from grpo_fn.testing.steps import scored_step
 
-ALL = {**bound(credit, "scored"), **bound(turn_credit, "scored")}
+ALL = {**bound(credit, "scored"), **bound(credit, "scored")}
 WITH_BETA = {"outcome_minus_kl", "reward_to_go"}
 AROUND_ONE = {"token_whitened", "row_whitened", "batch_scaled", "token_baseline"}  # that looks at the drift
 COSTLY = settings(max_examples=max(5, settings.default.max_examples // 4))  # of each function at each setting
@@ -335,7 +335,7 @@ def test_batch_scaled_divides_by_the_std_of_all_rewards_of_the_step(step, eps):
     close(got, plain / (std + eps) if std else torch.zeros_like(plain), tol=1e-7)
 
 
-WEIGHTS = st.sampled_from([None, partial(importance.truncated_weight, cap=3.0)])
+WEIGHTS = st.sampled_from([None, partial(corrections.truncated_weight, cap=3.0)])
 
 
 @given(steps(), st.sampled_from([0.0, 0.3]), WEIGHTS)

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from grpo_fn import testing
 from grpo_fn.algo import curricula
-from grpo_fn.algo.curriculum import (
+from grpo_fn.algo.curricula import (
     begin_curriculum,
     choose_uids,
     curriculum_figures,
+    pool_in_band,
     sample_and_follow,
     update_curriculum,
 )
 from grpo_fn.algo.group_sampling import GroupBatch
-from grpo_fn.algo.pass_rate_pool import pool_in_band
 from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core import prng
 from grpo_fn.core.batch import outcome_reward

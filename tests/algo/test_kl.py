@@ -11,11 +11,11 @@ from hypothesis import given
 from profiles import profile
 from profiles import quarter as few
 
-from grpo_fn.algo import kl
+from grpo_fn.algo import objective
 from grpo_fn.core.types import Batch
 from grpo_fn.testing import kls
 
-ALL = bound(kl, "logp", "row")
+ALL = bound(objective, "logp", "row")
 NEVER_NEGATIVE = {"k2", "k3", "k3_ratio"}
 
 
@@ -63,7 +63,7 @@ def test_formulas_as_scalar_loops(row):
         x, r = ref - p, math.exp(p - old)
         wanted = {"k2": x * x / 2, "k3": math.exp(x) - x - 1, "k1_ratio": -r * x, "k3_ratio": r * (math.exp(x) - x - 1)}
         for name, value in wanted.items():
-            got = getattr(kl, name)(logp, row)[t].item()
+            got = getattr(objective, name)(logp, row)[t].item()
             assert got == pytest.approx(value if row.mask[t] else 0.0, rel=1e-9, abs=1e-12)
 
 
@@ -81,4 +81,4 @@ def test_golden_k3():
         half.bool(),
         half.long(),
     )
-    torch.testing.assert_close(kl.k3(half, row).item(), 0.1931471805599453)
+    torch.testing.assert_close(objective.k3(half, row).item(), 0.1931471805599453)

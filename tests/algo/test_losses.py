@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from profiles import profile, quarter
 from torch.func import jacrev
 
-from grpo_fn.algo import losses, weighted_losses
+from grpo_fn.algo import losses
 from grpo_fn.core.types import Batch
 from grpo_fn.testing import losses as generic
 from grpo_fn.testing.losses import loss_gradient
@@ -28,9 +28,7 @@ COSTLY = settings(max_examples=quarter())  # of each loss at each setting
 NEVER_CLIPS = {"reinforce", "cispo", "sapo", "kl_cov", "masked_ratio", "vespo", "dro"}
 UNPENALISED = {name: f for name, f in ALL.items() if name not in PENALISED}
 
-FUTURE = partial(
-    partial, weighted_losses.future_weighted, clip_low=0.2, clip_high=0.28, cap=None, weight_high=1.2, safety=4.0
-)
+FUTURE = partial(partial, losses.future_weighted, clip_low=0.2, clip_high=0.28, cap=None, weight_high=1.2, safety=4.0)
 
 
 def exactly(got, wanted):
@@ -139,7 +137,7 @@ def test_on_policy_without_advantage_there_is_nothing_to_learn(f, row):
 def test_a_penalty_is_never_a_reward(f, row):
     logp, row = row[0], one_advantage(row[1], 0.0)
     assert (f(logp, row)[0] >= 0).all()
-    base = row.logp_old if f.func in (losses.kl_cov, weighted_losses.dro) else row.logp_sampled
+    base = row.logp_old if f.func in (losses.kl_cov, losses.dro) else row.logp_sampled
     assert (loss_gradient(f, logp, row)[row.mask] * (logp - base)[row.mask] >= 0).all()
 
 
@@ -347,7 +345,7 @@ def test_golden_kl_cov():
 def test_golden_vespo(adv, k, decay, log_r):
     """W is the product of the row's ratios, each of -20 to 20 nats, and itself at least 1e-8 and at most e^20."""
     logp, row = example(log_r, adv)
-    f = partial(weighted_losses.vespo, k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0)
+    f = partial(losses.vespo, k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0)
     total = sum(max(-20.0, min(20.0, x)) for x in log_r)
     w = max(1e-8, min(math.exp(20), math.exp(total)))
     phi = math.exp(decay) * w**k * math.exp(-decay * w)
@@ -368,7 +366,7 @@ def test_golden_vespo(adv, k, decay, log_r):
 )
 def test_dppo_kl_goes_by_the_divergence_of_two_coins(before, after, adv, kept):
     logp, row = example([math.log(after / before)], adv, logp=math.log(after))
-    f = partial(weighted_losses.dppo_kl, delta=0.05, cap=5.0)
+    f = partial(losses.dppo_kl, delta=0.05, cap=5.0)
     divergence = before * math.log(before / after) + (1 - before) * math.log((1 - before) / (1 - after))
     assert kept == (divergence <= 0.05 or (after - before) * adv < 0)
     exactly(loss_gradient(f, logp, row).item(), -adv * min(after / before, 5.0) * kept)
@@ -379,7 +377,7 @@ def test_dppo_kl_goes_by_the_divergence_of_two_coins(before, after, adv, kept):
 @pytest.mark.parametrize("adv", [1.0, -1.0])
 def test_masked_reinforce_leaves_out_either_side_for_either_sign(r, kept, adv):
     logp, row = example([math.log(r)], adv)
-    f = partial(weighted_losses.masked_reinforce, low=0.2, high=0.28)
+    f = partial(losses.masked_reinforce, low=0.2, high=0.28)
     exactly(loss_gradient(f, logp, row).item(), -adv * r * kept)
     seen = f(logp, row)[1]
     assert (seen["clip_low"].item(), seen["clip_high"].item()) == (not kept and r < 1, not kept and r > 1)
@@ -388,7 +386,7 @@ def test_masked_reinforce_leaves_out_either_side_for_either_sign(r, kept, adv):
 @pytest.mark.parametrize("log_r", [-2.0, 0.0, 0.5])
 def test_golden_dro(log_r):
     logp, row = example([log_r], 1.5)
-    f = partial(weighted_losses.dro, beta=3.0)
+    f = partial(losses.dro, beta=3.0)
     exactly(f(logp, row)[0].item(), 1.5 * 2.0 + 1.5 * log_r**2)
     exactly(loss_gradient(f, logp, row).item(), -1.5 + 3.0 * log_r)
 
@@ -398,10 +396,10 @@ def test_golden_future_weighted():
     logp, row = example([0.1, 0.1, 0.2], 1.0)
     plain = partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.28)
     knobs = {"clip_low": 0.2, "clip_high": 0.28, "cap": None, "half_life": 1.0, "safety": 1.15}
-    f = partial(weighted_losses.future_weighted, **knobs, weight_low=0.5, weight_high=2.0)
+    f = partial(losses.future_weighted, **knobs, weight_low=0.5, weight_high=2.0)
     weights = [math.exp(x) for x in (0.1 + 0.05 + 0.05, 0.1 + 0.1, 0.2)]
     exactly(f(logp, row)[0].tolist(), [w * x for w, x in zip(weights, plain(logp, row)[0].tolist(), strict=True)])
-    narrow = partial(weighted_losses.future_weighted, **knobs, weight_low=1.0, weight_high=1.1)
+    narrow = partial(losses.future_weighted, **knobs, weight_low=1.0, weight_high=1.1)
     exactly(narrow(logp, row)[0], 1.1 * plain(logp, row)[0])
     bad = one_advantage(row, -1.0)  # the ratio of the last token alone, exp(0.2), is above `safety`
     exactly((narrow(logp, bad)[0] / plain(logp, bad)[0]).tolist(), [1.1, 1.1, 1.0])
@@ -411,7 +409,7 @@ def test_the_future_leaves_out_ratios_above_the_cap():
     logp, row = example([0.1, 2.0], 1.0)
     knobs = {"clip_low": 0.2, "clip_high": 0.28, "half_life": 1.0, "weight_low": 0.0, "weight_high": 9.0}
     for cap, future in ((None, 0.1 + 1.0), (3.0, 0.1)):
-        f = partial(weighted_losses.future_weighted, **knobs, cap=cap, safety=4.0)
+        f = partial(losses.future_weighted, **knobs, cap=cap, safety=4.0)
         exactly(f(logp, row)[0][0].item(), -math.exp(0.1) * math.exp(future))
 
 
@@ -422,7 +420,7 @@ def test_discounted_sums_as_a_loop(length, decay):
     wanted, behind = torch.zeros_like(x), 0.0
     for t in reversed(range(length)):
         wanted[t] = behind = x[t].item() + decay * behind
-    got = weighted_losses.discounted_to_go(x, decay=decay)
+    got = losses.discounted_to_go(x, decay=decay)
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
@@ -439,10 +437,10 @@ def test_masked_ratio_is_the_ratio_to_the_sampler_without_the_marked_tokens(row)
     ("f", "complaint"),
     [
         (
-            partial(weighted_losses.vespo, k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=0.0),
+            partial(losses.vespo, k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=0.0),
             "lambda: got 3.0 and 0.0, wanted more than 0",
         ),
-        (partial(weighted_losses.dro, beta=0.0), "beta: got 0.0, wanted more than 0"),
+        (partial(losses.dro, beta=0.0), "beta: got 0.0, wanted more than 0"),
         (FUTURE(half_life=0.0, weight_low=1.0), "half_life: got 0.0, wanted more than 0 tokens"),
         (FUTURE(half_life=1.0, weight_low=1.1), "weight_low, weight_high: got 1.1 and 1.2, wanted 0 <= low <= 1"),
         (partial(losses.dual_clip, clip_low=0.2, clip_high=0.2, cap=1.0), "cap: got 1.0, wanted more than 1"),
@@ -458,7 +456,7 @@ def test_a_loss_without_diagnostics_is_checked_as_one_with_them():
     """The invariants of a user's own loss, that of `dro`: the loss alone, and with a leak from behind the mask."""
 
     def alone(logp, row):
-        return weighted_losses.dro(logp, row, beta=3.0)[0]
+        return losses.dro(logp, row, beta=3.0)[0]
 
     with profile(max_examples=quarter()):
         generic.check_token_loss(alone)

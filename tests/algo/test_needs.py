@@ -11,12 +11,13 @@ import torch
 from fakes import WORDS, TablePolicy, TableSampler, problem
 from torch import Tensor
 
-from grpo_fn.algo import aggregation, credit, distillation, importance, kl, losses, objective
+from grpo_fn.algo import corrections, credit, distillation, losses, objective
 from grpo_fn.algo.advantage import mean_centered
-from grpo_fn.algo.needs import ScoredStep, needs
+from grpo_fn.algo.credit import ScoredStep
 from grpo_fn.algo.step import AT_THE_START, Algorithm, Experience, grpo_step
 from grpo_fn.core import prng
 from grpo_fn.core.batch import outcome_reward, rows_as_rollout
+from grpo_fn.core.partials import needs
 from grpo_fn.core.types import Batch, Groups, Reward, Rollout, Undeclared
 
 KEY = prng.key(3, device="cpu")
@@ -27,8 +28,8 @@ POLICY = partial(
     objective.policy_objective,
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
     importance_correction=None,
-    kl=kl.k3,
-    loss_aggregation=aggregation.token_mean,
+    kl=objective.k3,
+    loss_aggregation=objective.token_mean,
     beta=0.0,
     entropy_bonus=0.0,
 )
@@ -246,7 +247,7 @@ def test_a_kl_of_coefficient_0_needs_no_reference():
 def test_needs_are_those_of_all_functions_at_any_depth():
     taught = partial(distillation.teacher_gap, credit=OUTCOME, share=None, coef=1.0)
     assert needs(taught) == {"logp_teacher", "groups"}
-    weighed = partial(POLICY, importance_correction=partial(importance.truncated_weight, cap=2.0))
+    weighed = partial(POLICY, importance_correction=partial(corrections.truncated_weight, cap=2.0))
     assert needs([taught, {"objective": weighed}, None, 3]) == {"logp_teacher", "groups", "trainer_logp"}
     assert needs(partial(credit.token_baseline, credit=taught, energy_weight=None)) == {
         *("energy", "logp_teacher", "groups"),

@@ -8,18 +8,18 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from batches import GARBAGE, UNMOVED, batches, one_row, scores, totals, with_garbage, with_padding
-from catalogue import AROUND_THE_SAMPLER, bound, corrections, token_losses
+from catalogue import AROUND_THE_SAMPLER, all_corrections, bound, token_losses
 from hypothesis import given
 from torch.func import grad_and_value, vmap
 
-from grpo_fn.algo import aggregation, kl, losses, objective
+from grpo_fn.algo import losses, objective
 from grpo_fn.core.batch import tokens_of_group
 from grpo_fn.core.types import Batch, Gains, Scores
 
 LOSSES = token_losses()
-CORRECTIONS = {"None": None, **corrections()}
-KLS = bound(kl, "logp", "row")
-WEIGHTS = bound(aggregation, "batch", "totals")
+CORRECTIONS = {"None": None, **all_corrections()}
+KLS = bound(objective, "logp", "row")
+WEIGHTS = bound(objective, "batch", "totals")
 DIAGNOSTICS = {"ratio", "clip_low", "clip_high"}
 
 
@@ -267,8 +267,8 @@ def test_grpo_golden_step():
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
         importance_correction=None,
-        kl=kl.k3,
-        loss_aggregation=aggregation.sequence_mean,
+        kl=objective.k3,
+        loss_aggregation=objective.sequence_mean,
         beta=0.04,
         entropy_bonus=0.0,
     )

@@ -14,10 +14,10 @@ from fakes import LIMIT, PROMPT, WORDS, TablePolicy, TableSampler, problem
 from hypothesis import given, settings
 from torch import Tensor
 
-from grpo_fn.algo import aggregation, controllers, credit, group_sampling, importance, kl, losses, masking, objective
+from grpo_fn.algo import corrections, credit, group_sampling, losses, masking, objective
 from grpo_fn.algo.advantage import group_normalized, leave_one_out, mean_centered
+from grpo_fn.algo.credit import ScoredStep
 from grpo_fn.algo.metrics import sample_advantages
-from grpo_fn.algo.needs import ScoredStep
 from grpo_fn.algo.step import (
     AT_THE_START,
     Algorithm,
@@ -86,8 +86,8 @@ def algo(beta: float = 0.0, entropy_bonus: float = 0.0, n: int = 3, **changes) -
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
         importance_correction=None,
-        kl=kl.k3_ratio,
-        loss_aggregation=aggregation.token_mean,
+        kl=objective.k3_ratio,
+        loss_aggregation=objective.token_mean,
         beta=beta,
         entropy_bonus=entropy_bonus,
     )
@@ -328,7 +328,7 @@ def own_forward_pass(policy: TablePolicy, rollout: Rollout) -> Tensor:
 
 
 @pytest.mark.parametrize("reference", [None, torch.linspace(-1, 1, WORDS)])
-@pytest.mark.parametrize("correct", [None, partial(importance.truncated_weight, cap=1.1)])
+@pytest.mark.parametrize("correct", [None, partial(corrections.truncated_weight, cap=1.1)])
 @COSTLY
 @given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80))
 def test_one_update_has_the_bits_of_a_pass_before_it(reference, correct, seed, micro_tokens):
@@ -555,7 +555,7 @@ def test_controllers_are_asked_once_a_step_and_move_the_coefficients():
         return gain / 2
 
     reference = torch.tensor([1.0, -1.0, 0.0, 0.5, 0.0, -0.5])
-    control = partial(controllers.next_gains, kl_control=halving, entropy_control=None)
+    control = partial(objective.next_gains, kl_control=halving, entropy_control=None)
     how = algo(beta=1.0, control=control, credit=None)
     policy, sampler = pair(lr=0.0, reference=reference)
     _, carried, figures = onwards(policy, sampler, how, AT_THE_START, parts=[constant])
@@ -721,7 +721,7 @@ def with_correction(correct, **changes) -> Algorithm:
 @given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80))
 def test_a_step_on_anothers_samples_climbs_the_weighed_gradient(seed, micro_tokens):
     policy, sampler = stale(micro_tokens=micro_tokens)
-    how = with_correction(partial(importance.truncated_weight, cap=1.2))
+    how = with_correction(partial(corrections.truncated_weight, cap=1.2))
     experience, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
     rollout = experience.groups.rollout
     w = torch.zeros(rollout.mask.shape, dtype=torch.float64)
@@ -734,7 +734,7 @@ def test_a_step_on_anothers_samples_climbs_the_weighed_gradient(seed, micro_toke
 
 def test_what_a_mask_takes_away_is_counted_and_the_denominators_stay():
     policy, sampler = stale()
-    experience, figures = step(policy, sampler, with_correction(partial(importance.masked_weight, low=0.9, high=1.2)))
+    experience, figures = step(policy, sampler, with_correction(partial(corrections.masked_weight, low=0.9, high=1.2)))
     rollout = experience.groups.rollout
     w = apart(rollout).exp()
     kept = (w >= 0.9) & (w <= 1.2)

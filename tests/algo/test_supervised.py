@@ -15,19 +15,20 @@ from steps import KEY, Step, TokenPolicy, as_sampled, learn, old_of, preset, ric
 from torch import Tensor
 from torch.func import grad_and_value
 
-from grpo_fn.algo import aggregation, supervised
+from grpo_fn.algo import objective, supervised
 from grpo_fn.algo import step as algorithm
-from grpo_fn.algo.needs import ScoredStep, needs
+from grpo_fn.algo.credit import ScoredStep
 from grpo_fn.core.batch import given_batch, observed_tokens, outcome_reward
+from grpo_fn.core.partials import needs
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Rollout
 from grpo_fn.testing.steps import scored_step
 
 TOKEN_WEIGHTS = {"None": None, **bound(supervised, "logp", "row")}
 SHARES = bound(supervised, "steps")
-AGGREGATIONS = bound(aggregation, "batch", "totals")
+AGGREGATIONS = bound(objective, "batch", "totals")
 FEW = settings(max_examples=max(3, settings.default.max_examples // 6))
-PLAIN = partial(supervised.cross_entropy, token_weight=None, loss_aggregation=aggregation.token_mean)
+PLAIN = partial(supervised.cross_entropy, token_weight=None, loss_aggregation=objective.token_mean)
 
 
 def composed(phi: str, weigh: str) -> partial:

@@ -12,16 +12,16 @@ from hypothesis import given
 from torch import Tensor
 from torch.func import grad_and_value
 
-from grpo_fn.algo import aggregation, kl, losses, objective
-from grpo_fn.algo.needs import needs
+from grpo_fn.algo import losses, objective
+from grpo_fn.core.partials import needs
 from grpo_fn.core.types import Batch
 
 POLICY = partial(
     objective.policy_objective,
     token_loss=losses.reinforce,
     importance_correction=None,
-    kl=kl.k3_ratio,
-    loss_aggregation=aggregation.sequence_mean,
+    kl=objective.k3_ratio,
+    loss_aggregation=objective.sequence_mean,
     beta=0.0,
     entropy_bonus=0.0,
 )
@@ -31,8 +31,8 @@ def composed(coef: float) -> partial:
     return partial(
         objective.with_teacher_divergence,
         objective=POLICY,
-        divergence=kl.k3,
-        loss_aggregation=aggregation.token_mean,
+        divergence=objective.k3,
+        loss_aggregation=objective.token_mean,
         coef=coef,
     )
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from strategies import masks, tensors
 from torch import Tensor
 
-from grpo_fn.algo import advantage, credit, turn_credit
+from grpo_fn.algo import advantage, credit
 from grpo_fn.core.batch import concat_rewards, outcome_reward
 from grpo_fn.core.types import Reward
 from grpo_fn.testing.steps import scored_step
@@ -62,7 +62,7 @@ def compared(compare, worth: list[float], members: list[bool], place: int) -> fl
 @given(episodes(), st.sampled_from([0.0, 0.5, 1.0]))
 def test_turn_returns_as_a_loop_over_tokens(compare, step, gamma):
     reward, mask = step
-    got = turn_credit.turn_returns(scored_step(reward, mask), advantage=compare, gamma=gamma)
+    got = credit.turn_returns(scored_step(reward, mask), advantage=compare, gamma=gamma)
     g = mask.shape[1]
     for p, b, t in mask.nonzero().tolist():
         k = turn_of(mask[p, b].tolist(), t)
@@ -78,7 +78,7 @@ def test_turn_returns_as_a_loop_over_tokens(compare, step, gamma):
 def test_group_in_group_as_a_loop_over_tokens(compare, step, gamma, weight):
     reward, mask = step
     knobs = {"advantage": compare, "gamma": gamma, "state_weight": weight}
-    got = turn_credit.group_in_group(scored_step(reward, mask), **knobs)
+    got = credit.group_in_group(scored_step(reward, mask), **knobs)
     g, most = mask.shape[1], reward.turns.shape[-1]
     for p, b, t in mask.nonzero().tolist():
         k = turn_of(mask[p, b].tolist(), t)
@@ -99,11 +99,11 @@ def test_two_ways_through_a_maze():
     mask = torch.tensor([[[0, 1, 0, 0, 0, 0, 0], [0, 1, 0, 1, 0, 1, 0]]]).bool()
     episode = reward._replace(turns=turns, states=states)
     knobs = {"advantage": advantage.mean_centered, "gamma": 0.5}
-    adv = turn_credit.group_in_group(scored_step(episode, mask), **knobs, state_weight=1.0)
+    adv = credit.group_in_group(scored_step(episode, mask), **knobs, state_weight=1.0)
     # Returns in state 0 are 1 of the first sample, 1/4 and 1 of the second: mean 3/4. State 1 is met once.
     assert adv[0, 0].tolist() == [0, 0.25, 0, 0, 0, 0, 0]
     assert adv[0, 1].tolist() == [0, -0.5, 0, 0, 0, 0.25, 0]
-    adv = turn_credit.turn_returns(scored_step(episode, mask), **knobs)
+    adv = credit.turn_returns(scored_step(episode, mask), **knobs)
     # First turns: 1 and 1/4. The second sample alone has others.
     assert adv[0, 0].tolist() == [0, 0.375, 0, 0, 0, 0, 0]
     assert adv[0, 1].tolist() == [0, -0.375, 0, 0, 0, 0, 0]
@@ -115,10 +115,10 @@ def test_rows_without_turns_are_credited_with_their_outcome(compare, step, gamma
     reward, mask = step
     plain = scored_step(outcome_reward(reward.value, reward.valid, {}), mask)
     outcome = credit.outcome(plain, advantage=compare)
-    by_turn = turn_credit.turn_returns(plain, advantage=compare, gamma=gamma)
+    by_turn = credit.turn_returns(plain, advantage=compare, gamma=gamma)
     knobs = {"advantage": compare, "gamma": gamma, "state_weight": 1.0}
     assert torch.equal(by_turn, outcome)
-    torch.testing.assert_close(turn_credit.group_in_group(plain, **knobs), 2 * outcome)
+    torch.testing.assert_close(credit.group_in_group(plain, **knobs), 2 * outcome)
 
 
 @given(episodes())
@@ -132,7 +132,7 @@ def test_the_last_reward_alone_undiscounted_is_credited_to_every_turn(step):
     full = torch.zeros(*reward.value.shape, 2 * most, dtype=torch.bool)
     full[..., 1::2] = True
     scored = scored_step(whole, full)
-    by_turn = turn_credit.turn_returns(scored, advantage=advantage.mean_centered, gamma=1.0)
+    by_turn = credit.turn_returns(scored, advantage=advantage.mean_centered, gamma=1.0)
     outcome = credit.outcome(scored, advantage=advantage.mean_centered)
     torch.testing.assert_close(by_turn, outcome)
 
@@ -143,8 +143,8 @@ def test_numbers_of_states_are_names(compare, step, names):
     reward, mask = step
     renamed = torch.where(reward.states >= 0, torch.tensor(names)[reward.states.clamp(min=0)] + 7, -1)
     knobs = {"advantage": compare, "gamma": 0.95, "state_weight": 1.0}
-    wanted = turn_credit.group_in_group(scored_step(reward, mask), **knobs)
-    got = turn_credit.group_in_group(scored_step(reward._replace(states=renamed), mask), **knobs)
+    wanted = credit.group_in_group(scored_step(reward, mask), **knobs)
+    got = credit.group_in_group(scored_step(reward._replace(states=renamed), mask), **knobs)
     assert torch.equal(got, wanted)
 
 
@@ -161,8 +161,8 @@ def test_groups_put_together_are_credited_as_by_themselves(compare, one, other):
     wide = [torch.nn.functional.pad(m, (0, width - m.shape[-1])) for _, m in parts]
     together = concat_rewards([r for r, _ in parts])
     for f in (
-        partial(turn_credit.turn_returns, advantage=compare, gamma=0.5),
-        partial(turn_credit.group_in_group, advantage=compare, gamma=0.5, state_weight=1.0),
+        partial(credit.turn_returns, advantage=compare, gamma=0.5),
+        partial(credit.group_in_group, advantage=compare, gamma=0.5, state_weight=1.0),
     ):
         apart = torch.cat([f(scored_step(r, m)) for (r, _), m in zip(parts, wide, strict=True)])
         torch.testing.assert_close(f(scored_step(together, torch.cat(wide))), apart, rtol=1e-9, atol=1e-9)
@@ -172,6 +172,6 @@ def test_many_turns_are_compared_in_pieces(monkeypatch):
     torch.manual_seed(0)
     states, returns = torch.randint(0, 4, (2, 3, 5)), torch.rand(2, 3, 5, dtype=torch.float64)
     there = torch.rand(2, 3, 5) < 0.8
-    whole = turn_credit.by_state(returns, there, states, advantage.mean_centered)
-    monkeypatch.setattr(turn_credit, "_PAIRS", 40)
-    torch.testing.assert_close(turn_credit.by_state(returns, there, states, advantage.mean_centered), whole)
+    whole = credit.by_state(returns, there, states, advantage.mean_centered)
+    monkeypatch.setattr(credit, "_PAIRS", 40)
+    torch.testing.assert_close(credit.by_state(returns, there, states, advantage.mean_centered), whole)

@@ -17,10 +17,9 @@ from torch.func import grad, vmap
 
 from grpo_fn.algo import (
     advantage,
-    aggregation,
     distillation,
-    kl,
     losses,
+    objective,
 )
 from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Batch, Totals
@@ -28,7 +27,7 @@ from grpo_fn.testing.steps import scored_step
 
 V = 3
 SEQUENCES = torch.tensor(list(product(range(V), repeat=2)))  # [9, 2]
-KLS = bound(kl, "logp", "row")
+KLS = bound(objective, "logp", "row")
 ADVANTAGES = bound(advantage, "reward", "valid")
 LOSSES = token_losses()
 EOS = 0  # written first it ends the row: the second token is then not sampled
@@ -101,7 +100,7 @@ def test_on_policy_the_value_is_the_kl(f, a, b):
 def test_k1_and_k3_have_the_same_expectation(a, b):
     theta, ref = policy(a), policy(b)
     k1 = (logps(theta).sum(-1).exp()[:, None] * (logps(theta) - logps(ref))).sum()
-    exactly(expected(kl.k3, theta, ref, theta), k1)
+    exactly(expected(objective.k3, theta, ref, theta), k1)
 
 
 @each(KLS, only={"k1_ratio", "k3_ratio"})
@@ -129,7 +128,7 @@ def test_the_gradient_of_k3_is_that_of_the_other_kl(a, b):
         p, q = x.log_softmax(-1), ref.log_softmax(-1)
         return (visits * (q.exp() * (q - p)).sum(-1)).sum()
 
-    exactly(grad(expected_in(kl.k3, ref, theta))(theta), grad(other)(theta))
+    exactly(grad(expected_in(objective.k3, ref, theta))(theta), grad(other)(theta))
 
 
 def test_how_far_the_gradient_of_k3_is_off():
@@ -138,7 +137,7 @@ def test_how_far_the_gradient_of_k3_is_off():
     for seed in range(200):
         theta, ref = policy(2 * seed), policy(2 * seed + 1)
         right = grad(lambda x, theta=theta, ref=ref: token_kl(x, ref, theta))(theta)
-        wrong = grad(expected_in(kl.k3, ref, theta))(theta)
+        wrong = grad(expected_in(objective.k3, ref, theta))(theta)
         errors.append(((wrong - right).norm() / right.norm()).item())
     assert 0.35 < torch.tensor(errors).median().item() < 0.5
 
@@ -148,13 +147,13 @@ def test_near_the_reference_k3_is_right_to_first_order(a, b):
     theta = policy(a)
     ref = theta + 1e-4 * policy(b)
     right = grad(lambda x: token_kl(x, ref, theta))(theta)
-    wrong = grad(expected_in(kl.k3, ref, theta))(theta)
+    wrong = grad(expected_in(objective.k3, ref, theta))(theta)
     assert (wrong - right).norm() <= 1e-2 * right.norm()
 
 
 @given(seeds, seeds)
 def test_k1_in_a_loss_teaches_nothing(a, b):
-    """Why there is no k1 in grpo_fn.algo.kl: its expected gradient on-policy is zero whatever the reference."""
+    """Why there is no k1 in grpo_fn.algo.objective: its expected gradient on-policy is zero whatever the reference."""
     theta, ref = policy(a), policy(b)
     got = grad(expected_in(lambda logp, row: logp - row.logp_ref, ref, theta))(theta)
     exactly(got, torch.zeros_like(theta))
@@ -198,7 +197,7 @@ def expected_signal(theta: Tensor, reward: Tensor, mask: Tensor, f, weigh, size:
 
 
 def row_sum(batch, totals):
-    return aggregation.constant_length(batch, totals, max_length=1)
+    return objective.constant_length(batch, totals, max_length=1)
 
 
 def successes(seed: int, mask: Tensor) -> Tensor:
@@ -256,7 +255,7 @@ def off_direction(got: Tensor, wanted: Tensor) -> float:
     return 1 - torch.nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), dim=0).item()
 
 
-@pytest.mark.parametrize("weigh", [aggregation.token_mean, aggregation.sequence_mean])
+@pytest.mark.parametrize("weigh", [objective.token_mean, objective.sequence_mean])
 def test_the_other_weights_point_elsewhere_when_lengths_differ(weigh):
     """The length bias: not a fault of the code, so it is pinned down here."""
     theta, reward = policy(6), rewards(6, ENDS_EARLY)

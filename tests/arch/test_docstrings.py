@@ -1,7 +1,8 @@
 """Docstrings: one line for everything public; Args, Returns and Raises for what a user can name.
 
 Those are the functions and classes that a gin file of gin/ or experiments/ binds or names, and the functions of the
-catalogue. Their sections have the names of the signature and the errors of the body. Everywhere else one true line
+catalogue. Their sections have the names of the signature and the errors of the body. What all functions of a kind take
+and return stands once, in a table in the docstring of their module: `    name   meaning`. Everywhere else one true line
 suffices, and a comment where the reason for something stands.
 """
 
@@ -10,7 +11,7 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,8 @@ def parameters(node: ast.ClassDef | Function) -> list[str]:
     return [name for name in names if name not in ("self", "cls") and not name.startswith("_")]
 
 
-def faults(source: str) -> list[str]:
-    """What is missing or wrong in the docstring of a function or class."""
+def faults(source: str, shared: Set[str] = frozenset()) -> list[str]:
+    """What is missing or wrong in the docstring of a function or class; `shared` is in that of its module."""
     source = textwrap.dedent(source)
     (node,) = ast.parse(source).body
     assert isinstance(node, ast.ClassDef | Function)
@@ -81,14 +82,14 @@ def faults(source: str) -> list[str]:
     signature = parameters(node)
     # A field of a class may have its line in a comment beside it.
     comments = set(re.findall(r"^ {4}(\w+)\b[^#\n]*:[^#\n]*#", source, re.MULTILINE))
-    documented = names | comments if isinstance(node, ast.ClassDef) else names
+    documented = names | comments if isinstance(node, ast.ClassDef) else names | shared
     missing = [name for name in signature if name not in documented]
     messages += [f"Args: {', '.join(missing)}"] if missing else []
     messages += [f"no parameter {name}" for name in sorted(names - {*signature}) if signature]
     if isinstance(node, ast.ClassDef):
         return messages
     silent = node.returns is None or ast.unparse(node.returns) in ("None", "NoReturn")
-    messages += [] if silent or sections.keys() & {"Returns", "Yields"} else ["Returns"]
+    messages += [] if silent or "returns" in shared or sections.keys() & {"Returns", "Yields"} else ["Returns"]
     errors = {
         ast.unparse(one.exc.func if isinstance(one.exc, ast.Call) else one.exc)
         for one in ast.walk(node)
@@ -108,7 +109,8 @@ def definitions_without_docstring(source: str) -> list[str]:
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.__module__}.{target.__qualname__}")
 def test_what_a_user_can_name_has_args_returns_and_raises(target: Callable[..., Any]) -> None:
-    assert not faults(inspect.getsource(target))
+    table = re.findall(r"^ {4}(\w+) {2,}\S", inspect.getmodule(target).__doc__ or "", re.MULTILINE)
+    assert not faults(inspect.getsource(target), {*table})
 
 
 def test_the_targets_are_those_of_the_gin_files_and_of_the_catalogue() -> None:

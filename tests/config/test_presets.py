@@ -11,7 +11,7 @@ from catalogue import KNOWN_PRESETS, public
 from test_gin_files import header
 
 from grpo_fn import train
-from grpo_fn.algo import advantage, aggregation, kl, losses, masking, objective, weighted_losses
+from grpo_fn.algo import advantage, losses, objective
 from grpo_fn.algo import masking as filters
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.config import load_config, parse_gin
@@ -29,10 +29,10 @@ SPARE = {
     advantage: {"leave_one_out_normalized", "leave_one_out_others_std"},
     filters: set(),
     losses: {"dual_clip", "sequence_ratio_token"},
-    kl: {"k1_ratio"},
-    masking: set(),
-    aggregation: {"constant_length_over_samples"},
-    weighted_losses: set(),
+    objective: {
+        *("k1_ratio", "constant_length_over_samples", "with_teacher_divergence", "adaptive_kl", "adaptive_entropy"),
+        *("next_gains", "objective_value"),
+    },
 }
 SPARE_HELPERS = {"sampled_values", "loss_diagnostics", "discounted_to_go", "log_ratio", "capped_exp", "ratio"}
 SPARE_HELPERS |= {"optimal_token_baseline"}  # of credit.token_baseline
@@ -196,7 +196,7 @@ def test_it_is_laid_over_a_run_file_that_binds_no_macro(tmp_path: Path, name: st
     for macro, value in (("MAX_NEW_TOKENS", "24"), ("STEPS", "60"), ("SEED", "3")):
         plain = re.sub(rf"^{macro} = .*\n", "", plain, flags=re.MULTILINE)
         plain = re.sub(
-            rf"^(aggregation\.constant_length\.max_length|optimizer\.linear_decay\.total) = %{macro}\n", "", plain
+            rf"^(objective\.constant_length\.max_length|optimizer\.linear_decay\.total) = %{macro}\n", "", plain
         )
         plain = plain.replace(f"%{macro}", value)
     (tmp_path / "mine.gin").write_text(plain)

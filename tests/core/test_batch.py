@@ -13,7 +13,7 @@ from strategies import masks
 from torch import Tensor
 from torch.func import grad_and_value
 
-from grpo_fn.algo import aggregation, importance, kl, losses, objective
+from grpo_fn.algo import corrections, losses, objective
 from grpo_fn.core.batch import (
     check_reward_shapes,
     check_rollout,
@@ -27,9 +27,9 @@ from grpo_fn.core.batch import (
 )
 from grpo_fn.core.types import Batch, Rollout, Scores
 
-LOSSES, CORRECTIONS, KLS = (bound(module, "logp", "row") for module in (losses, importance, kl))
+LOSSES, CORRECTIONS, KLS = (bound(module, "logp", "row") for module in (losses, corrections, objective))
 CORRECTIONS["None"] = None
-WEIGHTS = bound(aggregation, "batch", "totals")
+WEIGHTS = bound(objective, "batch", "totals")
 objectives = st.builds(
     lambda loss, c, k, w, beta: partial(
         objective.policy_objective,

@@ -10,7 +10,7 @@ from hypothesis import given
 from torch import Tensor
 from torch.func import grad_and_value
 
-from grpo_fn.algo import aggregation, kl, losses, objective
+from grpo_fn.algo import losses, objective
 from grpo_fn.core.batch import each_reads_its_prompt, prompt_lengths, read_lengths, share_prompts, visible_positions
 from grpo_fn.core.types import Batch, Scores
 
@@ -92,8 +92,8 @@ def test_the_parts_add_up_to_the_whole(drawn, budget, share):
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
         importance_correction=None,
-        kl=kl.k3,
-        loss_aggregation=aggregation.sequence_mean,
+        kl=objective.k3,
+        loss_aggregation=objective.sequence_mean,
         beta=0.1,
         entropy_bonus=0.0,
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.func import grad
 from torch.utils._pytree import tree_map_only
 
-from grpo_fn.algo import advantage, aggregation, credit, kl
+from grpo_fn.algo import advantage, credit, objective
 from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Batch, Reward, Totals
 from grpo_fn.testing.aggregations import masked_rows
@@ -31,8 +31,8 @@ U = 2.0**-24  # 6e-8
 APART = 2e-6  # nats: a log-ratio carries an error of a few U, which cannot distinguish such neighbours
 ADVANTAGES = bound(advantage, "reward", "valid")
 LOSSES = token_losses()
-KLS = bound(kl, "logp", "row")
-WEIGHTS = bound(aggregation, "batch", "totals")
+KLS = bound(objective, "logp", "row")
+WEIGHTS = bound(objective, "batch", "totals")
 SOME = settings(max_examples=max(10, settings.default.max_examples // 8))
 
 

@@ -27,9 +27,9 @@ train.train.steps train.train.algorithm sections.Data.task sections.Compute.dtyp
 sections.Episodes.max_turns sections.Rewards.reward sections.Teacher.models sections.Demonstrations.rows
 sections.PolicyUpdate.optimizer sections.Evaluation.ks sections.Checkpoints.keep_best sections.Logging.mirror
 sections.Health.stop advantage.group_normalized.ddof advantage.leave_one_out_normalized.eps
-aggregation.constant_length.max_length losses.dual_clip.cap curricula.threshold_levels.review
-group_sampling.dynamic.max_gen_batches importance.sequence_masked_weight.low objective.policy_objective.beta
-rejection.outlier_row.weight controllers.adaptive_kl.target objective.with_teacher_divergence.coef
+objective.constant_length.max_length losses.dual_clip.cap curricula.threshold_levels.review
+group_sampling.dynamic.max_gen_batches corrections.sequence_masked_weight.low objective.policy_objective.beta
+corrections.outlier_row.low objective.adaptive_kl.target objective.with_teacher_divergence.coef
 sampling.nucleus.top_p format.answer_tags.tags length.cosine_length.verdict
 wrappers.with_timeout.seconds combine.combine.weights judge.Judge.endpoint maze.environment.cost arms.rows.base
 mixture.arms.tasks readers.file.path privileged.with_feedback.template chat_format.tokenizer_template.observed

@@ -18,15 +18,8 @@ FOREIGN = {"CUDA out of memory", "torch._inductor.exc.InductorError"}
 LIBRARY = [
     f"grpo_fn.{name}"
     for name in (
-        *(
-            "algo.advantage",
-            "algo.aggregation",
-            "algo.controllers",
-            "algo.credit",
-            "algo.group_sampling",
-            "algo.importance",
-        ),
-        *("algo.kl", "algo.losses", "algo.masking", "algo.objective", "algo.step"),
+        *("algo.advantage", "algo.corrections", "algo.credit", "algo.group_sampling"),
+        *("algo.losses", "algo.masking", "algo.objective", "algo.step"),
         *("rewards.code", "rewards.combine", "rewards.format", "rewards.length", "rewards.math", "rewards.wrappers"),
         *("tasks.mixture", "tasks.readers", "tasks.rows", "tasks.task", "trainer.sections"),
     )

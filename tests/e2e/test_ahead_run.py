@@ -14,7 +14,7 @@ AHEAD: dict[str, Any] = {
     "sections__Sampling__max_rows": 64,
     "sections__Sampling__max_staleness": 2,
     "step__Algorithm__old_logp": "@step.from_trainer",
-    "objective__policy_objective__importance_correction": "@importance.truncated_weight",
+    "objective__policy_objective__importance_correction": "@corrections.truncated_weight",
     "optimizer__adamw__lr": 3e-2,
 }
 IMPORTS = "from __gin__ import dynamic_registration\nfrom e2e import engines\n"

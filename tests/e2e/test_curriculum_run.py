@@ -132,7 +132,7 @@ def test_the_number_of_ranks_does_not_matter(cache: Path, pool: Path, tmp_path: 
 
 REFUSED = {
     "without arms": ({"sections__Data__task": "@arithmetic.task"}, "got a task without arms to choose among"),
-    "unmade": ({"train__train__curriculum": "@pass_rate_pool.pool_in_band"}, "(bound without ()?), wanted None or a"),
+    "unmade": ({"train__train__curriculum": "@curricula.pool_in_band"}, "(bound without ()?), wanted None or a"),
     "no part": (
         {
             "pass_rate_pool__pool_in_band__pass_rate": "@curricula.part_at_least",
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_before_a_model_is_made(cache: Path, tmp_pa
         changes = {
             **changes,
             "step__Algorithm__old_logp": "@step.from_trainer",
-            "objective__policy_objective__importance_correction": "@importance.truncated_weight",
+            "objective__policy_objective__importance_correction": "@corrections.truncated_weight",
         }
     assert finish(arguments(cache, tmp_path / "run", **changes), tmp_path / "out") == 2
     assert re.search(re.escape(message), (tmp_path / "out").read_text()), (tmp_path / "out").read_text()

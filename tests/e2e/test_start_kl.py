@@ -9,11 +9,11 @@ from e2e.running import command, finish, metrics, outcome
 EVERY_STEP = {"sections__Logging__start_kl_every": 1}
 REFERENCE = """
 from __gin__ import dynamic_registration
-from grpo_fn.algo import kl
+from grpo_fn.algo import objective
 from grpo_fn.algo import objective
 
 objective.policy_objective.beta = 1e-12
-objective.policy_objective.kl = @kl.k3
+objective.policy_objective.kl = @objective.k3
 """
 
 

@@ -16,19 +16,14 @@ import torch
 
 from grpo_fn.algo import (
     advantage,
-    aggregation,
-    controllers,
+    corrections,
     credit,
     distillation,
     group_sampling,
-    importance,
-    kl,
     losses,
     masking,
-    rejection,
+    objective,
     supervised,
-    turn_credit,
-    weighted_losses,
 )
 from grpo_fn.core.types import Batch
 
@@ -49,45 +44,43 @@ KINDS = [
         ("scored",),
         {
             *("outcome", "outcome_minus_kl", "outcome_length_baseline", "reward_to_go", "per_part", "token_baseline"),
-            *("token_whitened", "row_whitened", "batch_scaled"),
+            *("token_whitened", "row_whitened", "batch_scaled", "turn_returns", "group_in_group"),
         },
     ),
-    (turn_credit, ("scored",), {"turn_returns", "group_in_group"}),
     (distillation, ("scored",), {"teacher_gap", "early_teacher_gap", "teacher_reweighted"}),
     (distillation, ("steps",), {"linear_share"}),
     (masking, ("rollout", "adv"), {"drop_truncated", "drop_incomparable", "drop_zero_advantage"}),
     (masking, ("batch", "key"), {"clip_cov_tokens", "kl_cov_tokens", "second_moment_tokens"}),
-    (kl, ("logp", "row"), {"k1_ratio", "k2", "k3", "k3_ratio"}),
+    (objective, ("logp", "row"), {"k1_ratio", "k2", "k3", "k3_ratio"}),
     (
         losses,
         ("logp", "row"),
         {
             *("reinforce", "clipped_ratio", "dual_clip", "sequence_ratio", "sequence_ratio_token", "cispo", "sapo"),
             *("gmpo", "dppo_tv", "clip_cov", "kl_cov", "masked_ratio"),
+            *("vespo", "dppo_kl", "masked_reinforce", "dro", "future_weighted"),
         },
     ),
-    (weighted_losses, ("logp", "row"), {"vespo", "dppo_kl", "masked_reinforce", "dro", "future_weighted"}),
     (
-        importance,
+        corrections,
         ("logp", "row"),
         {
             *("truncated_weight", "masked_weight", "sequence_truncated_weight"),
-            *("sequence_masked_weight", "off_policy_sequence_mask", "weight_and_mask"),
+            *("sequence_masked_weight", "off_policy_sequence_mask", "weight_and_mask", "rejected_row", "outlier_row"),
         },
     ),
-    (rejection, ("logp", "row"), {"rejected_row", "outlier_row"}),
     (supervised, ("logp", "row"), {"uncertain_tokens"}),
     (supervised, ("steps",), {"constant_share", "decaying_share"}),
     (supervised, ("scored",), {"demonstrations", "observations"}),
     (
-        aggregation,
+        objective,
         ("batch", "totals"),
         {
             *("token_mean", "sequence_mean", "constant_length", "prompt_mean"),
             *("sequence_mean_over_samples", "constant_length_over_samples"),
         },
     ),
-    (controllers, ("gain", "measured"), {"adaptive_kl", "adaptive_entropy"}),
+    (objective, ("gain", "measured"), {"adaptive_kl", "adaptive_entropy"}),
     (group_sampling, ("explore", "carried", "prompts"), {"dynamic"}),
 ]
 # Presets of gin/algo that have a line in docs/algorithms/catalogue.md and a loop in reference.py; a new one need not.
@@ -118,8 +111,8 @@ BY_ANNOTATION: dict[object, tuple] = {
     credit.Credit: (partial(credit.reward_to_go, beta=0.3),),
     credit.Credit | None: (None, partial(credit.reward_to_go, beta=0.3)),
     distillation.Share | None: (None,),
-    Callable[[torch.Tensor, Batch], torch.Tensor] | None: (None, partial(importance.truncated_weight, cap=3.0)),
-    importance.Correction: (partial(importance.truncated_weight, cap=3.0),),
+    Callable[[torch.Tensor, Batch], torch.Tensor] | None: (None, partial(corrections.truncated_weight, cap=3.0)),
+    corrections.Correction: (partial(corrections.truncated_weight, cap=3.0),),
     Mapping[str, float]: ({"correct": 1.0, "boxed": 0.5},),
 }
 
@@ -177,12 +170,12 @@ def bound(module: ModuleType, *positional: str) -> dict[str, Callable]:
 
 def token_losses() -> dict[str, Callable]:
     """Every token loss at every combination of its knobs."""
-    return {**bound(losses, "logp", "row"), **bound(weighted_losses, "logp", "row")}
+    return bound(losses, "logp", "row")
 
 
-def corrections() -> dict[str, Callable]:
+def all_corrections() -> dict[str, Callable]:
     """Every importance correction at every combination of its knobs."""
-    return {**bound(importance, "logp", "row"), **bound(rejection, "logp", "row")}
+    return bound(corrections, "logp", "row")
 
 
 def shown(value: object) -> str:

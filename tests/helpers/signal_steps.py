@@ -7,7 +7,7 @@ import torch
 from fakes import tokenizer
 from torch import Tensor
 
-from grpo_fn.algo import aggregation, kl, losses, objective
+from grpo_fn.algo import losses, objective
 from grpo_fn.algo.step import Experience
 from grpo_fn.core import prng
 from grpo_fn.core.batch import make_batch, outcome_reward
@@ -20,8 +20,8 @@ CLIPPED = partial(
     objective.policy_objective,
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
     importance_correction=None,
-    kl=kl.k3,
-    loss_aggregation=aggregation.token_mean,
+    kl=objective.k3,
+    loss_aggregation=objective.token_mean,
     beta=0.01,
     entropy_bonus=0.0,
 )

@@ -20,10 +20,7 @@ NEEDED = (
         "grpo_fn.shell.sampler.local.local_sampler",
     ),
     *("grpo_fn.rewards.math", "grpo_fn.shell.model.tiny_model", "e2e.rewards", "pytest", "hypothesis.strategies"),
-    *(
-        f"grpo_fn.algo.{name}"
-        for name in ("advantage", "aggregation", "controllers", "kl", "losses", "masking", "objective")
-    ),
+    *(f"grpo_fn.algo.{name}" for name in ("advantage", "corrections", "losses", "masking", "objective")),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "gemma2")),
     *("torch.distributed.tensor", "torch.profiler", "torch.utils.tensorboard"),
     *("transformers.generation", "transformers.loss.loss_utils", "einops._torch_specific"),

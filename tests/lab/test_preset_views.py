@@ -12,7 +12,7 @@ from hypothesis import given
 from strategies import tensors
 from torch.func import grad
 
-from grpo_fn.algo import aggregation, credit, kl, losses, objective
+from grpo_fn.algo import credit, losses, objective
 from grpo_fn.algo import masking as filters
 from grpo_fn.algo.advantage import group_normalized, mean_centered
 from grpo_fn.algo.step import AT_THE_START, Algorithm, grpo_step
@@ -28,13 +28,13 @@ KEY = prng.key(5, device="cpu")
 
 
 def algorithm(
-    token_loss=losses.reinforce, advantage=mean_centered, loss_aggregation=aggregation.token_mean, **changes
+    token_loss=losses.reinforce, advantage=mean_centered, loss_aggregation=objective.token_mean, **changes
 ) -> Algorithm:
     f = partial(
         objective.policy_objective,
         token_loss=token_loss,
         importance_correction=None,
-        kl=kl.k2,
+        kl=objective.k2,
         loss_aggregation=loss_aggregation,
         beta=0.1,
         entropy_bonus=0.0,
@@ -48,7 +48,7 @@ OTHERS = {
     "plain": algorithm(),
     "clipped": algorithm(partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2)),
     "normalized": algorithm(
-        advantage=partial(group_normalized, eps=1e-4, ddof=1), loss_aggregation=aggregation.sequence_mean
+        advantage=partial(group_normalized, eps=1e-4, ddof=1), loss_aggregation=objective.sequence_mean
     ),
     "finished": algorithm(filters=[filters.drop_truncated]),
 }

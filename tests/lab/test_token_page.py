@@ -16,9 +16,10 @@ from hypothesis import assume, given
 from signal_steps import CLIPPED, EPISODES, HOSTILE, UNMOVED, decode, looked_at, special, step
 from steps import KEY, PRESETS, Step, learn, preset, rich_step, steps
 
-from grpo_fn.algo.needs import ScoredStep, needs, token_advantages
+from grpo_fn.algo.credit import ScoredStep, token_advantages
 from grpo_fn.algo.step import Algorithm, Experience, learning_rows
 from grpo_fn.core.batch import reweigh_groups
+from grpo_fn.core.partials import needs
 from grpo_fn.core.problem import Turn
 from grpo_fn.core.types import Scores
 from grpo_fn.lab import html_page as page

@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from profiles import profile, quarter
 
 from grpo_fn import testing
-from grpo_fn.algo import advantage, kl
+from grpo_fn.algo import advantage, objective
 from grpo_fn.config import load_config
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.problem import Completion, Problem
@@ -327,20 +327,20 @@ def unmasked_k2(logp, row):
 
 
 def never_zero(logp, row):
-    return torch.where(row.mask, kl.k2(logp, row) + 1e-9, 0.0)
+    return torch.where(row.mask, objective.k2(logp, row) + 1e-9, 0.0)
 
 
 def relative(logp, row):
-    x = kl.k2(logp, row)
+    x = objective.k2(logp, row)
     return x / len(x)
 
 
 def careless(logp, row):
-    return kl.k2(logp, row) if bool(row.mask.any()) else torch.zeros_like(logp)
+    return objective.k2(logp, row) if bool(row.mask.any()) else torch.zeros_like(logp)
 
 
 def wrong_slope(logp, row):
-    return kl.k2(_Twice.apply(logp), row)
+    return objective.k2(_Twice.apply(logp), row)
 
 
 KL_FAULTS = [

@@ -8,25 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from catalogue import AROUND_THE_SAMPLER, bound, corrections, token_losses
+from catalogue import AROUND_THE_SAMPLER, all_corrections, bound, token_losses
 from e2e.running import command, finish
 from steps import PRESETS, preset
 
 from grpo_fn.algo import (
     advantage,
-    aggregation,
+    corrections,
     credit,
     distillation,
-    importance,
-    kl,
     masking,
     objective,
     supervised,
-    turn_credit,
 )
-from grpo_fn.algo.needs import needs
 from grpo_fn.algo.step import Algorithm, from_sampler, from_trainer
 from grpo_fn.config import load_config
+from grpo_fn.core.partials import needs
 from grpo_fn.tasks import arithmetic
 from grpo_fn.trainer import teachers
 from grpo_fn.trainer.checks.validate import check_algorithm, check_parts
@@ -144,10 +141,10 @@ def composed(token_loss: Callable, penalty: Callable, loss_aggregation: Callable
 
 
 def test_a_reference_is_needed_exactly_when_beta_is_positive() -> None:
-    for penalty in bound(kl, "logp", "row").values():
+    for penalty in bound(objective, "logp", "row").values():
         for token_loss in token_losses().values():
             for beta in (0.0, 1e-9, 10.0):
-                value = composed(token_loss, penalty, aggregation.token_mean, beta)
+                value = composed(token_loss, penalty, objective.token_mean, beta)
                 assert ("logp_ref" in needs(value)) is (beta > 0)
 
 
@@ -166,8 +163,8 @@ def test_a_divergence_to_a_teacher_reads_the_teacher_and_no_reference() -> None:
     taught = partial(
         objective.with_teacher_divergence,
         objective=preset("dr_grpo").objective,
-        divergence=kl.k3,
-        loss_aggregation=aggregation.token_mean,
+        divergence=objective.k3,
+        loss_aggregation=objective.token_mean,
         coef=0.1,
     )
     assert needs(taught) == {"logp_teacher"}
@@ -184,12 +181,12 @@ REFUSED_TO_CORRECT = (
     r"^step\.Algorithm\.old_logp: got @step\.from_sampler with a function that compares logp_old with the sampler's"
 )
 REFUSED_TO_BE_STALE = (
-    r"^max_staleness: got 3 .*from_trainer and .*importance_correction = @importance\.truncated_weight"
+    r"^max_staleness: got 3 .*from_trainer and .*importance_correction = @corrections\.truncated_weight"
 )
 
 
 def test_a_correction_that_compares_the_sampler_with_itself_is_refused() -> None:
-    for value in corrections().values():
+    for value in all_corrections().values():
         corrected = of_objective(importance_correction=value)
         check(replace(corrected, old_logp=from_trainer))
         if value.func.__name__ in BY_THE_POLICY:
@@ -211,14 +208,14 @@ def test_a_selection_of_tokens_that_compares_the_sampler_with_itself_is_refused(
 
 
 def test_weights_of_energies_that_compare_the_sampler_with_itself_are_refused() -> None:
-    weighed = with_knobs(preset("otb").credit, energy_weight=partial(importance.truncated_weight, cap=2.0))
+    weighed = with_knobs(preset("otb").credit, energy_weight=partial(corrections.truncated_weight, cap=2.0))
     refuse(algorithm("otb", credit=weighed), REFUSED_TO_CORRECT)
     check(algorithm("otb", credit=weighed, old_logp=from_trainer))
 
 
 def test_stale_samples_need_an_objective_that_asks_the_sampler() -> None:
     """Through a ratio to the sampler, a correction, or the loss itself; a KL to the reference is none of them."""
-    kinds = {value.func.__name__: value for value in corrections().values()}
+    kinds = {value.func.__name__: value for value in all_corrections().values()}
     for token_loss in token_losses().values():
         name = token_loss.func.__name__
         for correction in (None, *kinds.values()):
@@ -263,7 +260,7 @@ def test_a_group_of_one_has_nothing_to_compare_with() -> None:
         credit.outcome_length_baseline,
         partial(credit.batch_scaled, credit=partial(credit.outcome, advantage=center), eps=1e-4),
         partial(credit.per_part, advantage=center, weights={"correct": 1.0}),
-        partial(turn_credit.turn_returns, advantage=center, gamma=1.0),
+        partial(credit.turn_returns, advantage=center, gamma=1.0),
         partial(distillation.teacher_reweighted, credit=compared.credit, share=None, lam=0.5, clip=0.2),
     ):
         refuse(algorithm(credit=value, group_size=1), ONE, teacher=TEACHER)
@@ -319,7 +316,7 @@ def test_demonstrations_that_nothing_learns_from_and_rows_that_do_not_split_are_
 
 
 def test_a_supervised_stage_has_neither_a_teacher_nor_other_demonstrations() -> None:
-    plain = partial(supervised.cross_entropy, token_weight=None, loss_aggregation=aggregation.token_mean)
+    plain = partial(supervised.cross_entropy, token_weight=None, loss_aggregation=objective.token_mean)
     stage = supervised.Stage(objective=plain, prompts=4)
     check(stage)
     for name, value in (("teacher", TEACHER), ("demonstrations", DEMONSTRATIONS)):

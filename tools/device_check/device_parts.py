@@ -15,7 +15,7 @@ from device_shapes import EOS, Work
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from grpo_fn.algo import advantage, aggregation, credit, kl, losses
+from grpo_fn.algo import advantage, credit, losses, objective
 from grpo_fn.algo.objective import policy_objective
 from grpo_fn.algo.step import Algorithm, Experience, Span, grpo_step
 from grpo_fn.core import prng, sampling
@@ -63,14 +63,14 @@ def installed(package: str) -> str:
 # -- a policy and a sampler
 
 
-def objective(beta: float, entropy_bonus: float) -> Callable[..., Any]:
+def grpo_objective(beta: float, entropy_bonus: float) -> Callable[..., Any]:
     """GRPO's."""
     return partial(
         policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
         importance_correction=None,
-        kl=kl.k3,
-        loss_aggregation=aggregation.token_mean,
+        kl=objective.k3,
+        loss_aggregation=objective.token_mean,
         beta=beta,
         entropy_bonus=entropy_bonus,
     )
@@ -114,7 +114,7 @@ class Bench(NamedTuple):
     ) -> tuple[Experience, Carry, dict[str, float]]:
         """A step of GRPO with one update, and a reward that rows of random tokens differ in."""
         algo = Algorithm(
-            objective=objective(0.0, 0.0),
+            objective=grpo_objective(0.0, 0.0),
             credit=partial(credit.outcome, advantage=partial(advantage.group_normalized, eps=1e-4, ddof=1)),
             prompts=prompts,
             group_size=group_size,

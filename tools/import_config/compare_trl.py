@@ -42,7 +42,7 @@ NOTES = {  # differences of the loss, and the words of the note that says so
     "batch std": "the std of each generation batch there",
     "row KL": "a KL is weighed with its row's ratio there",
     "entropy means": "entropy_coef: a mean over the tokens of each micro-batch there",
-    "adaptive entropy": "controllers.adaptive_entropy holds the entropy at a target",
+    "adaptive entropy": "objective.adaptive_entropy holds the entropy at a target",
     "entropy quantile": "there is no mask by entropy",
     "normalised parts": "the reward functions are not in this file",
     "row products": "bounds exp of the sum of a row's log-ratios there",

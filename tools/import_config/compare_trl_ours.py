@@ -14,7 +14,7 @@ from torch.func import grad_and_value
 from torch.utils._pytree import tree_map_only
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_fn.algo.needs import ScoredStep, token_advantages
+from grpo_fn.algo.credit import ScoredStep, token_advantages
 from grpo_fn.algo.step import UNMOVED, Algorithm, from_trainer, learning_rows
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import prng

@@ -119,14 +119,14 @@ def trl_loss(key: Reader, draft: Draft, batches: Batches, world: int) -> None:
             raise ValueError(f"epsilon_high: got {high} with loss_type cispo, wanted more than 1: it is the cap itself")
         loss = draft.bind("losses.cispo", clip_high=round(high - 1, 12))
     elif kind in ("sapo", "vespo"):
-        loss = "@losses.sapo" if kind == "sapo" else "@weighted_losses.vespo"
+        loss = "@losses.sapo" if kind == "sapo" else "@losses.vespo"
     else:
         if delta is not None and 1 < delta < 1 + high:  # there it bounds good tokens alone, and the clip the bad ones
             high, delta = round(delta - 1, 12), round(1 + high, 12)
         loss = clipped(draft, low, high, delta, "delta", sequence=sequence)
     draft.bind(LOSS, token_loss=loss)
     weights = draft.knobs[f"{LOSS}.loss_aggregation"]
-    if weights == "@aggregation.constant_length_over_samples":
+    if weights == "@objective.constant_length_over_samples":
         draft.bind(weights[1:], max_length=1 if kind == "luspo" else "%MAX_NEW_TOKENS")
     if kind in ("dapo", "cispo", "vespo") and batches.sampled != batches.update:
         draft.differs(
@@ -134,7 +134,7 @@ def trl_loss(key: Reader, draft: Draft, batches: Batches, world: int) -> None:
             f"{kind} divides by the tokens of each optimizer step here; there by those of the generation batch, times "
             f"{batches.update / batches.sampled:g}",
         )
-    if key("entropy_coef") and (weights != "@aggregation.token_mean" or batches.update > batches.micro or world > 1):
+    if key("entropy_coef") and (weights != "@objective.token_mean" or batches.update > batches.micro or world > 1):
         draft.differs(
             "entropy_coef",
             "a mean over the tokens of each micro-batch there, whatever the loss is; weighed as the loss is here",
@@ -143,7 +143,7 @@ def trl_loss(key: Reader, draft: Draft, batches: Batches, world: int) -> None:
 
 def trl_engine(key: Reader, draft: Draft) -> None:
     """vLLM in the processes or on a server, and what its samples are worth to the trainer."""
-    mask = None if key("off_policy_mask_threshold") is None else "@importance.off_policy_sequence_mask"
+    mask = None if key("off_policy_mask_threshold") is None else "@corrections.off_policy_sequence_mask"
     if key("use_vllm") and key("vllm_mode") == "server":
         host = key("vllm_server_host")
         url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{key('vllm_server_port')}"

@@ -16,10 +16,7 @@ LARGEST = 1e15  # no number of a configuration is larger
 LOSS = "objective.policy_objective"
 MODULES = {
     "grpo_fn": "train",
-    "grpo_fn.algo": (
-        "advantage aggregation credit distillation group_sampling importance kl losses masking objective step "
-        "weighted_losses"
-    ),
+    "grpo_fn.algo": "advantage corrections credit distillation group_sampling losses masking objective step",
     "grpo_fn.rewards": "combine length math",
     "grpo_fn.shell.model": "blocks lora",
     "grpo_fn.shell.policy": "mesh optimizer",
@@ -258,11 +255,11 @@ def bounded(draft: Draft, kind: str, low: float, high: float, name: str, *, sequ
             "should the bound",
         )
     knobs = {"cap": high} if kind == "truncated_weight" else {"low": low, "high": high}
-    return draft.bind(f"importance.sequence_{kind}" if sequence else f"importance.{kind}", **knobs)
+    return draft.bind(f"corrections.sequence_{kind}" if sequence else f"corrections.{kind}", **knobs)
 
 
 def correct(draft: Draft, weight: str | None, mask: str | None) -> None:
     """Bind what a sample is worth: a correction, another one that masks besides, or both."""
-    both = draft.bind("importance.weight_and_mask", weight=weight, mask=mask) if weight and mask else weight or mask
+    both = draft.bind("corrections.weight_and_mask", weight=weight, mask=mask) if weight and mask else weight or mask
     if both:
         draft.bind(LOSS, importance_correction=both)

@@ -24,7 +24,7 @@ from estimators import (
 from tiny_worlds import POLICIES, World, chances, world
 from torch import Tensor
 
-from grpo_fn.algo import advantage, aggregation, credit, distillation, importance, kl, losses, masking, weighted_losses
+from grpo_fn.algo import advantage, corrections, credit, distillation, losses, masking, objective
 from grpo_fn.core.types import Batch
 
 Objective = Callable[[Tensor, World, int], Tensor]
@@ -59,7 +59,7 @@ def sections() -> Iterator[Section]:
         title = f"Token losses, sampled from logits up to {drift:g} away, against the gradient of E[R]"
         yield Section(title, token_losses(), minus_reward, drift)
     title = "Corrections of `reinforce`, sampled from logits up to 1 away, against the gradient of E[R]"
-    yield Section(title, corrections(), minus_reward, 1.0)
+    yield Section(title, importance_corrections(), minus_reward, 1.0)
     for drift in (0.0, 1.0):
         title = f"KL in the loss, sampled from logits up to {drift:g} away, against the KL of tokens"
         yield Section(title, {**kl_in_loss(), **({} if drift else teacher_gaps())}, token_kl, drift)
@@ -146,15 +146,15 @@ def first_terms(logits: Tensor, w: World, p: int, *, terms: int) -> Tensor:
 def weights_and_filters() -> dict[str, Estimator]:
     weights = {
         "`constant_length` 1": row_sum,
-        "`constant_length` 2": partial(aggregation.constant_length, max_length=2),
-        "`sequence_mean`": aggregation.sequence_mean,
-        "`token_mean`": aggregation.token_mean,
-        "`prompt_mean`": aggregation.prompt_mean,
+        "`constant_length` 2": partial(objective.constant_length, max_length=2),
+        "`sequence_mean`": objective.sequence_mean,
+        "`token_mean`": objective.token_mean,
+        "`prompt_mean`": objective.prompt_mean,
     }
     over_samples = {
-        "`constant_length_over_samples` 1": partial(aggregation.constant_length_over_samples, max_length=1),
-        "`sequence_mean`": aggregation.sequence_mean,
-        "`sequence_mean_over_samples`": aggregation.sequence_mean_over_samples,
+        "`constant_length_over_samples` 1": partial(objective.constant_length_over_samples, max_length=1),
+        "`sequence_mean`": objective.sequence_mean,
+        "`sequence_mean_over_samples`": objective.sequence_mean_over_samples,
     }
     return {
         **{name: Estimator(weigh=f) for name, f in weights.items()},
@@ -187,20 +187,20 @@ def token_losses() -> dict[str, Estimator]:
         "`kl_cov` nothing selected": partial(losses.kl_cov, coef=1.0),
         "`masked_ratio` nothing selected": losses.masked_ratio,
         "`vespo` 2, 3 and 3, 2": partial(
-            weighted_losses.vespo, k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0
+            losses.vespo, k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0
         ),
-        "`dppo_kl` 0.05, 20": partial(weighted_losses.dppo_kl, delta=0.05, cap=20.0),
-        "`masked_reinforce` 0.2, 0.28": partial(weighted_losses.masked_reinforce, low=0.2, high=0.28),
-        "`dro` 0.1": partial(weighted_losses.dro, beta=0.1),
+        "`dppo_kl` 0.05, 20": partial(losses.dppo_kl, delta=0.05, cap=20.0),
+        "`masked_reinforce` 0.2, 0.28": partial(losses.masked_reinforce, low=0.2, high=0.28),
+        "`dro` 0.1": partial(losses.dro, beta=0.1),
         "`future_weighted` 0.2, 0.28, 10, 32, 1 to 1.2, 4": partial(
-            weighted_losses.future_weighted,
+            losses.future_weighted,
             **CLIP,
             **{"cap": 10.0, "half_life": 32.0, "weight_low": 1.0, "weight_high": 1.2, "safety": 4.0},
         ),
     }
     rows = {
-        "`sequence_ratio` without a clip, `sequence_mean`": (1e9, 1e9, aggregation.sequence_mean),
-        "GSPO: `sequence_ratio` 3e-4, 4e-4, `sequence_mean`": (3e-4, 4e-4, aggregation.sequence_mean),
+        "`sequence_ratio` without a clip, `sequence_mean`": (1e9, 1e9, objective.sequence_mean),
+        "GSPO: `sequence_ratio` 3e-4, 4e-4, `sequence_mean`": (3e-4, 4e-4, objective.sequence_mean),
         "LUSPO: `sequence_ratio` 2e-3, 2.5e-3, `constant_length` 1": (2e-3, 2.5e-3, row_sum),
     }
 
@@ -219,20 +219,20 @@ def token_losses() -> dict[str, Estimator]:
     }
 
 
-def corrections() -> dict[str, Estimator]:
+def importance_corrections() -> dict[str, Estimator]:
     """Bounds that leave out some of this world's rows; published ones are wider."""
-    ratio, bounds = partial(importance.truncated_weight, cap=math.inf), {"low": 0.5, "high": 2.0}
-    near = partial(importance.sequence_masked_weight, **bounds)
+    ratio, bounds = partial(corrections.truncated_weight, cap=math.inf), {"low": 0.5, "high": 2.0}
+    near = partial(corrections.sequence_masked_weight, **bounds)
     found = {
         "`None`": None,
         "`truncated_weight` without a cap": ratio,
-        "`truncated_weight` 2": partial(importance.truncated_weight, cap=2.0),
-        "`masked_weight` 0.5, 2": partial(importance.masked_weight, **bounds),
-        "`sequence_truncated_weight` 2": partial(importance.sequence_truncated_weight, cap=2.0),
+        "`truncated_weight` 2": partial(corrections.truncated_weight, cap=2.0),
+        "`masked_weight` 0.5, 2": partial(corrections.masked_weight, **bounds),
+        "`sequence_truncated_weight` 2": partial(corrections.sequence_truncated_weight, cap=2.0),
         "`sequence_masked_weight` 0.5, 2": near,
-        "`off_policy_sequence_mask` 0.1": partial(importance.off_policy_sequence_mask, delta=0.1),
+        "`off_policy_sequence_mask` 0.1": partial(corrections.off_policy_sequence_mask, delta=0.1),
         "`weight_and_mask` of `truncated_weight` and `sequence_masked_weight` 0.5, 2": partial(
-            importance.weight_and_mask, weight=ratio, mask=near
+            corrections.weight_and_mask, weight=ratio, mask=near
         ),
     }
     return {name: Estimator(loss=corrected(f), together=False) for name, f in found.items()}
@@ -251,7 +251,9 @@ def corrected(correction: Callable | None) -> Callable:
 def kl_in_loss() -> dict[str, Estimator]:
     """KL estimates by themselves, of single rows."""
     nothing = partial(Estimator, lambda scored: torch.zeros(scored.mask.shape).double(), size=1, together=False)
-    return {f"`{f.__name__}`": nothing(loss=f) for f in (kl.k3, kl.k3_ratio, kl.k1_ratio, kl.k2)}
+    return {
+        f"`{f.__name__}`": nothing(loss=f) for f in (objective.k3, objective.k3_ratio, objective.k1_ratio, objective.k2)
+    }
 
 
 def teacher_gaps() -> dict[str, Estimator]:

@@ -9,13 +9,13 @@ from tiny_worlds import EOS, MASK, PROMPTS, ROWS, TRUNCATED, V, World, chances, 
 from torch import Tensor
 from torch.func import grad, jacfwd, vmap
 
-from grpo_fn.algo import advantage, aggregation, credit, losses
+from grpo_fn.algo import advantage, credit, losses, objective
 from grpo_fn.core.batch import outcome_reward, tokens_of_group
 from grpo_fn.core.types import Batch, Rollout, Totals
 from grpo_fn.testing.steps import scored_step
 
 # Nothing depends on length under this weight: the sum over a row's tokens, the mean over rows.
-row_sum = partial(aggregation.constant_length, max_length=1)
+row_sum = partial(objective.constant_length, max_length=1)
 leave_one_out = partial(credit.outcome, advantage=advantage.leave_one_out)
 
 

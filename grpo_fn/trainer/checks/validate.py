@@ -12,14 +12,13 @@ from transformers import PretrainedConfig
 
 from grpo_fn.algo import credit as credits
 from grpo_fn.algo import distillation, supervised
-from grpo_fn.algo.curriculum import Curriculum, begin_curriculum, choose_uids, update_curriculum
-from grpo_fn.algo.needs import needs
+from grpo_fn.algo.curricula import Curriculum, begin_curriculum, choose_uids, update_curriculum
 from grpo_fn.algo.step import Algorithm, from_sampler
 from grpo_fn.algo.supervised import Stage
 from grpo_fn.core import prng
 from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.checks import check_positive
-from grpo_fn.core.partials import describe_function, function_and_knobs, uses_of
+from grpo_fn.core.partials import describe_function, function_and_knobs, needs, uses_of
 from grpo_fn.shell.logging import stopwatch
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import check_attention, check_attention_choice
@@ -287,7 +286,7 @@ def check_sampler_logp(algorithm: Algorithm, max_staleness: int) -> None:
             f"max_staleness: got {max_staleness} with an objective that does not ask how likely the sampler found its "
             "samples, so stale ones would be learned from as if they were fresh: wanted max_staleness 0, or "
             "step.Algorithm.old_logp = @step.from_trainer and "
-            "objective.policy_objective.importance_correction = @importance.truncated_weight"
+            "objective.policy_objective.importance_correction = @corrections.truncated_weight"
         )
 
 

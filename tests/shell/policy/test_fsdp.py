@@ -16,7 +16,7 @@ from policies import DEFAULTS, handed_over, local
 from torch import Tensor, nn
 from torch.func import grad_and_value
 
-from grpo_fn.algo import aggregation, importance, kl, objective, supervised
+from grpo_fn.algo import corrections, objective, supervised
 from grpo_fn.core.batch import count, tokens_of_group
 from grpo_fn.core.types import Batch, Policy, Rollout, Scores
 from grpo_fn.shell.model import logprob_model
@@ -27,15 +27,15 @@ from grpo_fn.shell.policy.optimizer import adamw, linear_decay, muon
 
 V = 12
 LOSSES = token_losses()
-KLS = bound(kl, "logp", "row")
-WEIGHTS = bound(aggregation, "batch", "totals")
+KLS = bound(objective, "logp", "row")
+WEIGHTS = bound(objective, "batch", "totals")
 EXAMPLES = settings.default.max_examples
 
 
 def composed(loss: str, penalty: str, weigh: str) -> partial:
     """The objective of these three with a KL penalty and an entropy bonus."""
     three = {"token_loss": LOSSES[loss], "kl": KLS[penalty], "loss_aggregation": WEIGHTS[weigh]}
-    correct = partial(importance.truncated_weight, cap=2.0)
+    correct = partial(corrections.truncated_weight, cap=2.0)
     return partial(objective.policy_objective, **three, importance_correction=correct, beta=0.1, entropy_bonus=0.01)
 
 
@@ -44,7 +44,7 @@ IN_FLOAT64 = {name: 1e-6 if name == "gemma2_capped" else 1e-12 for name in MODEL
 # Every function in some objective; the whole product is a slow test.
 OBJECTIVES = {"-".join(names): composed(*names) for names in zip(LOSSES, cycle(KLS), cycle(WEIGHTS), strict=False)}
 GIVEN = {  # objectives of given tokens
-    name: partial(supervised.cross_entropy, token_weight=phi, loss_aggregation=aggregation.token_mean)
+    name: partial(supervised.cross_entropy, token_weight=phi, loss_aggregation=objective.token_mean)
     for name, phi in bound(supervised, "logp", "row").items()
 }
 OBJECTIVES |= GIVEN

@@ -22,7 +22,7 @@ from crew import CPU, crew
 from fakes import WORDS, TablePolicy, TableSampler, problem
 from hypothesis import given, settings
 
-from grpo_fn.algo import advantage, aggregation, credit, group_sampling, kl, losses, objective
+from grpo_fn.algo import advantage, credit, group_sampling, losses, objective
 from grpo_fn.algo.step import AT_THE_START, Algorithm, grpo_step
 from grpo_fn.core import prng
 from grpo_fn.core.batch import outcome_reward
@@ -400,8 +400,8 @@ def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trai
             objective.policy_objective,
             token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
             importance_correction=None,
-            kl=kl.k3_ratio,
-            loss_aggregation=aggregation.token_mean,
+            kl=objective.k3_ratio,
+            loss_aggregation=objective.token_mean,
             beta=0.0,
             entropy_bonus=0.0,
         ),

@@ -7,17 +7,17 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from batches import GARBAGE, batches, loss_rows, one_row, with_garbage, with_padding
-from catalogue import corrections, each
+from catalogue import all_corrections, each
 from hypothesis import given, settings
 from profiles import quarter
 from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
-from grpo_fn.algo import importance, rejection
+from grpo_fn.algo import corrections
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.types import Batch
 
-ALL = corrections()
+ALL = all_corrections()
 
 
 def ones(logp: Tensor, row: Batch) -> Tensor:
@@ -27,34 +27,34 @@ def ones(logp: Tensor, row: Batch) -> Tensor:
 
 # Also knobs at the edges of what is allowed.
 EDGES = {
-    "truncated_weight(cap=1)": partial(importance.truncated_weight, cap=1.0),
-    "masked_weight(low=0,high=inf)": partial(importance.masked_weight, low=0.0, high=math.inf),
-    "masked_weight(low=1,high=1)": partial(importance.masked_weight, low=1.0, high=1.0),
-    "sequence_masked_weight(low=1,high=1)": partial(importance.sequence_masked_weight, low=1.0, high=1.0),
-    "off_policy_sequence_mask(delta=0)": partial(importance.off_policy_sequence_mask, delta=0.0),
+    "truncated_weight(cap=1)": partial(corrections.truncated_weight, cap=1.0),
+    "masked_weight(low=0,high=inf)": partial(corrections.masked_weight, low=0.0, high=math.inf),
+    "masked_weight(low=1,high=1)": partial(corrections.masked_weight, low=1.0, high=1.0),
+    "sequence_masked_weight(low=1,high=1)": partial(corrections.sequence_masked_weight, low=1.0, high=1.0),
+    "off_policy_sequence_mask(delta=0)": partial(corrections.off_policy_sequence_mask, delta=0.0),
     "weight_and_mask(masked_weight, sequence_masked_weight)": partial(
-        importance.weight_and_mask,
-        weight=partial(importance.masked_weight, low=0.5, high=5.0),
-        mask=partial(importance.sequence_masked_weight, low=0.9, high=1.1),
+        corrections.weight_and_mask,
+        weight=partial(corrections.masked_weight, low=0.5, high=5.0),
+        mask=partial(corrections.sequence_masked_weight, low=0.9, high=1.1),
     ),
     **{
         f"rejected_row({divergence.__name__},{reduction.__name__},low=-2,high=3)": partial(
-            rejection.rejected_row,
-            weight=partial(importance.masked_weight, low=0.1, high=3.0),
-            divergence=divergence,
-            reduction=reduction,
-            low=-2.0,
-            high=3.0,
+            corrections.rejected_row, divergence=divergence, reduction=reduction, low=-2.0, high=3.0
         )
         for divergence, reduction in (
-            (rejection.k1_divergence, rejection.row_mean),
-            (rejection.k1_divergence, rejection.row_max),
-            (rejection.k2_divergence, rejection.row_mean),
-            (rejection.k2_divergence, rejection.row_max),
-            (rejection.k3_divergence, rejection.row_sum),
+            (corrections.k1_divergence, corrections.row_mean),
+            (corrections.k1_divergence, corrections.row_max),
+            (corrections.k2_divergence, corrections.row_mean),
+            (corrections.k2_divergence, corrections.row_max),
+            (corrections.k3_divergence, corrections.row_sum),
         )
     },
-    "outlier_row(low=0.1,high=10)": partial(rejection.outlier_row, weight=ones, low=0.1, high=10.0),
+    "outlier_row(low=0.1,high=10)": partial(corrections.outlier_row, low=0.1, high=10.0),
+    "weight_and_mask(masked_weight, outlier_row)": partial(
+        corrections.weight_and_mask,
+        weight=partial(corrections.masked_weight, low=0.1, high=3.0),
+        mask=partial(corrections.outlier_row, low=0.1, high=10.0),
+    ),
 }
 EVERY = {**ALL, **EDGES}
 BY_THE_SAMPLER = {"truncated_weight", "masked_weight", "sequence_truncated_weight", "sequence_masked_weight"}
@@ -164,7 +164,7 @@ def test_a_weight_is_within_its_knobs(f, row):
     weight, knobs = f(*row)[row[1].mask], f.keywords
     if "cap" in knobs:
         assert (weight <= knobs["cap"]).all()
-    if "low" in knobs and f.func is not rejection.rejected_row:  # whose bounds are those of a divergence
+    if "low" in knobs and f.func is not corrections.rejected_row:  # whose bounds are those of a divergence
         assert ((weight == 0) | ((weight >= knobs["low"]) & (weight <= knobs["high"]))).all()
     if "delta" in knobs:
         assert ((weight == 0) | (weight == 1)).all()
@@ -221,9 +221,7 @@ def reference(name: str, knobs: dict, log_w: list[float], behind: list[float], a
     weights = []
     for t in range(count):
         w = math.exp(log_w[t])
-        if name == "ones":
-            weights.append(1.0)
-        elif name == "truncated_weight":
+        if name == "truncated_weight":
             weights.append(w if w <= knobs["cap"] else knobs["cap"])
         elif name == "masked_weight":
             weights.append(w if knobs["low"] <= w <= knobs["high"] else 0.0)
@@ -239,9 +237,7 @@ def reference(name: str, knobs: dict, log_w: list[float], behind: list[float], a
             weights.append(reference(inner.func.__name__, inner.keywords, log_w, behind, adv)[t] if kept else 0.0)
         elif name in ("rejected_row", "outlier_row"):
             measured = [apart(knobs, log_w)] if name == "rejected_row" else [math.exp(x) for x in log_w]
-            inner, options = function_and_knobs(knobs["weight"])
-            kept = all(knobs["low"] <= x <= knobs["high"] for x in measured)
-            weights.append(reference(inner.__name__, options, log_w, behind, adv)[t] if kept else 0.0)
+            weights.append(float(all(knobs["low"] <= x <= knobs["high"] for x in measured)))
         else:
             raise LookupError(f"got no loop of {name}, wanted one here")
     return weights
@@ -281,36 +277,36 @@ def test_formulas_as_scalar_loops(f, row):
 @pytest.mark.parametrize(
     ("f", "row", "wanted"),
     [
-        (partial(importance.truncated_weight, cap=2.0), example([math.log(1.5), 1.0, -1.0]), [1.5, 2.0, math.exp(-1)]),
+        (partial(corrections.truncated_weight, cap=2.0), example([math.log(1.5), 1.0, -1.0]), [1.5, 2.0, math.exp(-1)]),
         (
-            partial(importance.masked_weight, low=0.5, high=5.0),
+            partial(corrections.masked_weight, low=0.5, high=5.0),
             example([math.log(4), math.log(6), math.log(0.6), math.log(0.4)]),
             [4.0, 0.0, 0.6, 0.0],
         ),
-        (partial(importance.sequence_truncated_weight, cap=2.0), example([math.log(8), math.log(2)]), [2.0, 2.0]),
-        (partial(importance.sequence_truncated_weight, cap=5.0), example([math.log(8), math.log(2)]), [4.0, 4.0]),
+        (partial(corrections.sequence_truncated_weight, cap=2.0), example([math.log(8), math.log(2)]), [2.0, 2.0]),
+        (partial(corrections.sequence_truncated_weight, cap=5.0), example([math.log(8), math.log(2)]), [4.0, 4.0]),
         (
-            partial(importance.sequence_masked_weight, low=0.5, high=3.0),
+            partial(corrections.sequence_masked_weight, low=0.5, high=3.0),
             example([math.log(8), math.log(2)]),
             [0.0, 0.0],
         ),
         (
-            partial(importance.sequence_masked_weight, low=0.5, high=4.5),
+            partial(corrections.sequence_masked_weight, low=0.5, high=4.5),
             example([math.log(8), math.log(2)]),
             [4.0, 4.0],
         ),
         (
-            partial(importance.off_policy_sequence_mask, delta=0.5),
+            partial(corrections.off_policy_sequence_mask, delta=0.5),
             example([0.0, 0.0], adv=-1.0, behind=[1.2, 0.0]),
             [0.0, 0.0],
         ),
         (
-            partial(importance.off_policy_sequence_mask, delta=0.5),
+            partial(corrections.off_policy_sequence_mask, delta=0.5),
             example([0.0, 0.0], adv=1.0, behind=[1.2, 0.0]),
             [1.0, 1.0],
         ),
         (
-            partial(importance.off_policy_sequence_mask, delta=0.5),
+            partial(corrections.off_policy_sequence_mask, delta=0.5),
             example([0.0, 0.0], adv=-1.0, behind=[-9.0, -9.0]),  # more likely than it was: a mistake being made
             [1.0, 1.0],
         ),
@@ -331,13 +327,13 @@ def test_of_a_row_of_one_token_the_sequence_form_is_the_token_form(sequence, tok
     t = draw.draw(st.integers(0, len(logp) - 1))
     row = row._replace(mask=torch.arange(len(logp)) == t)
     knobs = ALL[next(name for name in ALL if name.startswith(f"{token}("))].keywords
-    exactly(getattr(importance, sequence)(logp, row, **knobs), getattr(importance, token)(logp, row, **knobs))
+    exactly(getattr(corrections, sequence)(logp, row, **knobs), getattr(corrections, token)(logp, row, **knobs))
 
 
 @given(loss_rows(drift=3.0), st.floats(0.1, 3))
 def test_the_off_policy_mask_takes_whole_rows_of_bad_samples_and_no_good_one(row, adv):
     logp, row = row
-    f = partial(importance.off_policy_sequence_mask, delta=0.2)
+    f = partial(corrections.off_policy_sequence_mask, delta=0.2)
     good = f(logp, row._replace(adv=torch.full_like(row.adv, adv)))
     bad = f(logp, row._replace(adv=torch.full_like(row.adv, -adv)))
     assert (good == 1).all()
@@ -347,18 +343,18 @@ def test_the_off_policy_mask_takes_whole_rows_of_bad_samples_and_no_good_one(row
 @given(loss_rows(drift=3.0))
 def test_weight_and_mask_with_nothing_on_one_side_is_the_other(row):
     weight, mask = (
-        partial(importance.truncated_weight, cap=2.0),
-        partial(importance.off_policy_sequence_mask, delta=0.2),
+        partial(corrections.truncated_weight, cap=2.0),
+        partial(corrections.off_policy_sequence_mask, delta=0.2),
     )
-    exactly(importance.weight_and_mask(*row, weight=weight, mask=ones), weight(*row))
-    exactly(importance.weight_and_mask(*row, weight=ones, mask=mask), mask(*row))
-    exactly(importance.weight_and_mask(*row, weight=weight, mask=mask), weight(*row) * mask(*row))
+    exactly(corrections.weight_and_mask(*row, weight=weight, mask=ones), weight(*row))
+    exactly(corrections.weight_and_mask(*row, weight=ones, mask=mask), mask(*row))
+    exactly(corrections.weight_and_mask(*row, weight=weight, mask=mask), weight(*row) * mask(*row))
 
 
 @given(loss_rows(drift=3.0))
 def test_a_mask_that_keeps_its_weight_does_not_square_it(row):
-    f = partial(importance.masked_weight, low=0.5, high=5.0)
-    exactly(importance.weight_and_mask(*row, weight=f, mask=f), f(*row))
+    f = partial(corrections.masked_weight, low=0.5, high=5.0)
+    exactly(corrections.weight_and_mask(*row, weight=f, mask=f), f(*row))
 
 
 # -- what they estimate, by enumerating every token
@@ -382,7 +378,7 @@ def test_truncated_is_unbiased_where_no_weight_reaches_the_cap(seed, vocabulary,
     """sum pi_sampled w f = sum pi_old f, for any f."""
     f, sampled, old, batch = every_token(seed, vocabulary, apart)
     cap = float((old / sampled).max()) + 1e-9
-    w = vmap(partial(importance.truncated_weight, cap=cap))(batch.logp_old, batch)[:, 0]
+    w = vmap(partial(corrections.truncated_weight, cap=cap))(batch.logp_old, batch)[:, 0]
     exactly((sampled * w * f).sum(), (old * f).sum())
 
 
@@ -390,7 +386,7 @@ def test_truncated_is_unbiased_where_no_weight_reaches_the_cap(seed, vocabulary,
 def test_the_bias_of_truncated_is_what_is_above_the_cap(seed, vocabulary, apart, cap):
     """|bias| <= max |f| sum (pi_old - cap pi_sampled)+, and the weights' mean never exceeds 1."""
     f, sampled, old, batch = every_token(seed, vocabulary, apart)
-    w = vmap(partial(importance.truncated_weight, cap=cap))(batch.logp_old, batch)[:, 0]
+    w = vmap(partial(corrections.truncated_weight, cap=cap))(batch.logp_old, batch)[:, 0]
     beyond = (old - cap * sampled).clamp(min=0).sum()
     assert (sampled * w).sum() == pytest.approx(float(1 - beyond), abs=1e-12)
     assert ((sampled * w * f).sum() - (old * f).sum()).abs() <= f.abs().max() * beyond + 1e-12
@@ -399,7 +395,7 @@ def test_the_bias_of_truncated_is_what_is_above_the_cap(seed, vocabulary, apart,
 @given(seeds, st.integers(2, 9), st.floats(0, 2))
 def test_masked_is_the_expectation_over_the_tokens_it_keeps(seed, vocabulary, apart):
     f, sampled, old, batch = every_token(seed, vocabulary, apart)
-    w = vmap(partial(importance.masked_weight, low=0.5, high=1.5))(batch.logp_old, batch)[:, 0]
+    w = vmap(partial(corrections.masked_weight, low=0.5, high=1.5))(batch.logp_old, batch)[:, 0]
     kept = w > 0
     exactly((sampled * w * f).sum(), (old * f)[kept].sum())
 
@@ -407,26 +403,23 @@ def test_masked_is_the_expectation_over_the_tokens_it_keeps(seed, vocabulary, ap
 # -- rows that are left out
 
 
-WHOLE = partial(rejection.rejected_row, weight=ones)
-
-
 @pytest.mark.parametrize(
     ("divergence", "reduction", "value"),
     [
-        (rejection.k1_divergence, rejection.row_sum, -0.5 + 0.2),
-        (rejection.k1_divergence, rejection.row_mean, (-0.5 + 0.2) / 2),
-        (rejection.k1_divergence, rejection.row_max, -0.5),
-        (rejection.k2_divergence, rejection.row_sum, (0.25 + 0.04) / 2),
-        (rejection.k2_divergence, rejection.row_mean, (0.25 + 0.04) / 4),
-        (rejection.k2_divergence, rejection.row_max, 0.125),
-        (rejection.k3_divergence, rejection.row_sum, math.exp(0.5) + math.exp(-0.2) - 2 - 0.3),
-        (rejection.k3_divergence, rejection.row_mean, (math.exp(0.5) + math.exp(-0.2) - 2 - 0.3) / 2),
-        (rejection.k3_divergence, rejection.row_max, math.exp(0.5) - 1.5),
+        (corrections.k1_divergence, corrections.row_sum, -0.5 + 0.2),
+        (corrections.k1_divergence, corrections.row_mean, (-0.5 + 0.2) / 2),
+        (corrections.k1_divergence, corrections.row_max, -0.5),
+        (corrections.k2_divergence, corrections.row_sum, (0.25 + 0.04) / 2),
+        (corrections.k2_divergence, corrections.row_mean, (0.25 + 0.04) / 4),
+        (corrections.k2_divergence, corrections.row_max, 0.125),
+        (corrections.k3_divergence, corrections.row_sum, math.exp(0.5) + math.exp(-0.2) - 2 - 0.3),
+        (corrections.k3_divergence, corrections.row_mean, (math.exp(0.5) + math.exp(-0.2) - 2 - 0.3) / 2),
+        (corrections.k3_divergence, corrections.row_max, math.exp(0.5) - 1.5),
     ],
 )
 def test_a_row_is_left_out_just_beyond_its_divergence(divergence, reduction, value):
     """log w = 0.5 and -0.2."""
-    row, f = example([0.5, -0.2]), partial(WHOLE, divergence=divergence, reduction=reduction)
+    row, f = example([0.5, -0.2]), partial(corrections.rejected_row, divergence=divergence, reduction=reduction)
     for factor, kept in ((1.01, 1.0), (0.99, 0.0)):
         bounds = {"low": min(0.0, value * factor), "high": max(0.0, value * factor)}
         assert f(*row, **bounds).tolist() == [kept, kept]
@@ -434,18 +427,17 @@ def test_a_row_is_left_out_just_beyond_its_divergence(divergence, reduction, val
 
 @pytest.mark.parametrize(("log_w", "kept"), [([0.0, 4.0], 1.0), ([0.0, 5.0], 0.0), ([-9.0, 0.0], 1.0), ([-10.0], 0.0)])
 def test_one_outlier_takes_its_row_along(log_w, kept):
-    f = partial(rejection.outlier_row, weight=ones, low=1e-4, high=100.0)
+    f = partial(corrections.outlier_row, low=1e-4, high=100.0)
     assert f(*example(log_w)).tolist() == [kept] * len(log_w)
 
 
 @given(loss_rows(drift=3.0))
 def test_a_row_that_is_kept_has_the_weight_it_would_have(row):
-    weight = partial(importance.truncated_weight, cap=3.0)
-    for f in (
-        partial(WHOLE, divergence=rejection.k2_divergence, reduction=rejection.row_max, low=0.0, high=math.inf),
-        partial(rejection.outlier_row, low=0.0, high=math.inf),
-    ):
-        assert torch.equal(partial(f, weight=weight)(*row), weight(*row))
+    weight = partial(corrections.truncated_weight, cap=3.0)
+    apart = {"divergence": corrections.k2_divergence, "reduction": corrections.row_max}
+    for f in (corrections.rejected_row, corrections.outlier_row):
+        mask = partial(f, **(apart if f is corrections.rejected_row else {}), low=0.0, high=math.inf)
+        assert torch.equal(corrections.weight_and_mask(*row, weight=weight, mask=mask), weight(*row))
 
 
 # -- knobs that cannot work
@@ -456,27 +448,33 @@ def test_a_row_that_is_kept_has_the_weight_it_would_have(row):
     [
         *(
             (partial(f, cap=c), f"cap: got {c}, wanted at least 1")
-            for f in (importance.truncated_weight, importance.sequence_truncated_weight)
+            for f in (corrections.truncated_weight, corrections.sequence_truncated_weight)
             for c in (0.5, -1.0, math.nan)
         ),
         *(
             (partial(f, low=low, high=high), f"low, high: got {low} and {high}, wanted 0 <= low <= 1 <= high")
-            for f in (importance.masked_weight, importance.sequence_masked_weight)
+            for f in (corrections.masked_weight, corrections.sequence_masked_weight)
             for low, high in ((1.5, 2.0), (0.5, 0.9), (-0.1, 2.0), (math.nan, 2.0), (0.5, math.nan))
         ),
         *(
-            (partial(importance.off_policy_sequence_mask, delta=d), f"delta: got {d}, wanted at least 0")
+            (partial(corrections.off_policy_sequence_mask, delta=d), f"delta: got {d}, wanted at least 0")
             for d in (-0.1, math.nan)
         ),
         *(
             (
-                partial(WHOLE, divergence=rejection.k2_divergence, reduction=rejection.row_sum, low=low, high=high),
+                partial(
+                    corrections.rejected_row,
+                    divergence=corrections.k2_divergence,
+                    reduction=corrections.row_sum,
+                    low=low,
+                    high=high,
+                ),
                 f"low, high: got {low} and {high}, wanted low <= 0 <= high",
             )
             for low, high in ((0.1, 1.0), (-1.0, -0.1), (math.nan, 1.0))
         ),
         (
-            partial(rejection.outlier_row, weight=ones, low=1.1, high=2.0),
+            partial(corrections.outlier_row, low=1.1, high=2.0),
             "low, high: got 1.1 and 2.0, wanted 0 <= low <= 1 <= high",
         ),
     ],

@@ -1,18 +1,22 @@
-"""Weights for samples of another policy: `(logp [T], row) -> weight [T]`, one row, vmapped.
+"""Corrections for samples of another policy: `(logp [T], row) -> weight [T]`, one row, vmapped.
+
+    logp      log-probs of the row's tokens under the policy, [T], in nats; `off_policy_sequence_mask` alone reads them
+    row       the row, a Batch whose fields are [T]
+    returns   the weight of each token, [T]: finite, constant to the gradient, 1 where ~mask and between equal policies
 
 The sampler is never quite the trainer: other kernels, another precision, or weights that are some updates old. With
 w = exp(logp_old - logp_sampled), an expectation over the sampler's tokens of w f is one over pi_old of f, the prefixes
-o_<t held fixed. The token loss goes on from pi_old to the policy with its own ratio.
+o_<t held fixed. The token loss goes on from pi_old to the policy with its own ratio. Where logp_old is logp_sampled
+itself (step.from_sampler), w is 1 everywhere: take step.from_trainer.
 
-A weight is a constant to the gradient, finite, 1 where nothing was sampled, and exactly 1 between equal policies. Where
-logp_old is logp_sampled itself (step.from_sampler), w is 1 everywhere: take step.from_trainer.
+A divergence is `(log_w [T]) -> [T]`, 0 where the two agree; a reduction is `(x [T], mask [T]) -> scalar`.
 """
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_fn.algo.losses import capped_exp, log_ratio
@@ -20,9 +24,8 @@ from grpo_fn.core import masked as over
 from grpo_fn.core.types import Batch
 
 Correction = Callable[[Tensor, Batch], Tensor]
-
-# Knobs as tests try them.
-EXAMPLES: dict[str, tuple[object, ...]] = {"cap": (3.0,), "low": (0.1,), "high": (2.0,), "delta": (0.2,)}
+Divergence = Callable[[Tensor], Tensor]
+Reduction = Callable[[Tensor, Tensor], Tensor]
 
 
 def truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Float[Tensor, "T"]:
@@ -35,12 +38,7 @@ def truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Flo
     Peers: TRL `token_truncate`, verl `rollout_is="token"`.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats; not read.
-        row: the row, each field [T].
         cap: largest weight.
-
-    Returns:
-        The weight of each token, [T]; 1 where ~mask.
 
     Raises:
         ValueError: cap is less than 1.
@@ -61,13 +59,8 @@ def masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: flo
     Peers: TRL `token_mask`.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats; not read.
-        row: the row, each field [T].
         low: smallest weight that is kept.
         high: largest weight that is kept.
-
-    Returns:
-        The weight of each token, [T]; 1 where ~mask.
 
     Raises:
         ValueError: not 0 <= low <= 1 <= high.
@@ -90,12 +83,7 @@ def sequence_truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: floa
     Peers: TRL `sequence_truncate` is exp of the sum: it grows with the row's length.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats; not read.
-        row: the row, each field [T].
         cap: largest weight.
-
-    Returns:
-        The weight of each token, [T]; 1 where ~mask.
 
     Raises:
         ValueError: cap is less than 1.
@@ -117,13 +105,8 @@ def sequence_masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, 
     Peers: verl's geometric rejection; TRL `sequence_mask` is exp of the sum.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats; not read.
-        row: the row, each field [T].
         low: smallest weight that is kept.
         high: largest weight that is kept.
-
-    Returns:
-        The weight of each token, [T]; 1 where ~mask.
 
     Raises:
         ValueError: not 0 <= low <= 1 <= high.
@@ -146,12 +129,7 @@ def off_policy_sequence_mask(logp: Float[Tensor, "T"], row: Batch, *, delta: flo
     Peers: TRL `off_policy_mask_threshold`.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
         delta: largest row mean of logp_sampled - logp at which tokens with A < 0 are kept, in nats a token.
-
-    Returns:
-        The weight of each token, [T]: 0 or 1, 1 where ~mask.
 
     Raises:
         ValueError: delta is less than 0.
@@ -176,18 +154,114 @@ def weight_and_mask(
     Use it when: a truncation and a mask at once; not their product, which would square a w that is kept.
 
     Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats.
-        row: the row, each field [T].
         weight: (logp, row) -> [T], the weight of a token that is kept.
         mask: (logp, row) -> [T], 0 for a token that is left out.
-
-    Returns:
-        The weight of each token, [T].
     """
     return torch.where(mask(logp, row) == 0, 0.0, weight(logp, row))
 
 
-EXAMPLES |= {"weight": (partial(truncated_weight, cap=3.0),), "mask": (partial(off_policy_sequence_mask, delta=0.2),)}
+def rejected_row(
+    logp: Float[Tensor, "T"],
+    row: Batch,
+    *,
+    divergence: Divergence,
+    reduction: Reduction,
+    low: float,
+    high: float,
+) -> Float[Tensor, "T"]:
+    """1 where low <= reduction(divergence(log w)) <= high of the row, else 0 at all of its tokens.
+
+    Rejection sampling of rows (Liu, Li et al. 2025, "When speed kills stability", https://richardli.xyz/rl-collapse):
+    k1 says which way the trainer went, k2 and k3 how far, whatever the direction; the sum grows with the length, the
+    mean does not, the largest finds one token. k3's mean is the steadiest of small divergences (verl).
+
+    Use it when: another engine samples, or samples are stale, and rows that are off should not teach at all.
+    Peers: verl `rollout_rs` `seq_sum_k1` to `seq_max_k3`; SkyRL's geometric mask is the mean of k1.
+
+    Args:
+        divergence: (log w [T]) -> [T], 0 where sampler and trainer agree.
+        reduction: (x [T], mask [T]) -> one number of the row.
+        low: least number at which a row is kept, in nats.
+        high: largest number at which a row is kept, in nats.
+
+    Raises:
+        ValueError: not low <= 0 <= high.
+    """
+    if not low <= 0 <= high:
+        raise ValueError(
+            f"low, high: got {low} and {high}, wanted low <= 0 <= high, or samples of the policy itself are left out"
+        )
+    apart = reduction(divergence(_log_w(row)), row.mask)
+    return torch.where(row.mask & ((apart < low) | (apart > high)), 0.0, torch.ones_like(logp))
+
+
+rejected_row.NEEDS = frozenset({"trainer_logp"})
+
+
+def outlier_row(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Float[Tensor, "T"]:
+    """1 where low <= w <= high at every token of the row, else 0 at all of its tokens.
+
+    SkyRL's outlier mask, 1e-4 to 100: one token that the sampler all but never draws is a sign of a fault.
+
+    Use it when: beside any weight, as a guard with a wide range: `weight_and_mask`.
+    Peers: SkyRL `outlier_token_is_threshold_low`, `_high`; verl `rollout_token_veto_threshold`, the lower bound alone.
+
+    Args:
+        low: smallest w of a token at which a row is kept.
+        high: largest w of a token at which a row is kept.
+
+    Raises:
+        ValueError: not 0 <= low <= 1 <= high.
+    """
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(
+            f"low, high: got {low} and {high}, wanted 0 <= low <= 1 <= high, or samples of the policy itself are out"
+        )
+    w = capped_exp(_log_w(row)).exp()  # 1 where nothing was sampled
+    return torch.where(row.mask & ((w < low) | (w > high)).any(), 0.0, torch.ones_like(logp))
+
+
+outlier_row.NEEDS = frozenset({"trainer_logp"})
+
+
+def k1_divergence(log_w: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+    """-log w, which is above 0 where the trainer finds a token less likely than the sampler did."""
+    return -log_w
+
+
+def k2_divergence(log_w: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+    """(log w)^2 / 2."""
+    return log_w**2 / 2
+
+
+def k3_divergence(log_w: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+    """w - 1 - log w, at least 0."""
+    return torch.expm1(capped_exp(log_w)) - log_w
+
+
+def row_sum(x: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, ""]:
+    """The sum over the sampled tokens of a row."""
+    return torch.where(mask, x, 0.0).sum()
+
+
+def row_mean(x: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, ""]:
+    """The mean over the sampled tokens of a row; 0 of none."""
+    return over.mean(x, mask, dim=-1)
+
+
+def row_max(x: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, ""]:
+    """The value furthest from 0 among the sampled tokens of a row, with its sign; 0 of none."""
+    kept = torch.where(mask, x, 0.0)
+    least, most = kept.amin(), kept.amax()
+    return torch.where(-least > most, least, most)
+
+
+EXAMPLES: dict[str, tuple[object, ...]] = {  # knobs as tests try them
+    **{"cap": (3.0,), "low": (0.0,), "high": (2.0,), "delta": (0.2,), "weight": (partial(truncated_weight, cap=3.0),)},
+    "mask": (partial(off_policy_sequence_mask, delta=0.2),),
+    "divergence": (k1_divergence, k2_divergence, k3_divergence),
+    "reduction": (row_sum, row_mean, row_max),
+}
 
 
 def _log_w(row: Batch) -> Float[Tensor, "T"]:
