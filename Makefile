@@ -1,15 +1,25 @@
-# `make run` trains on the embedded default. `make test` runs the tests, `make test ARGS=tests/algo` those of a folder.
-# Each makes .venv when it is missing.
+# `make run` trains on the embedded default. `make test` runs the quick tests, `make test ARGS=tests/algo` those of a folder,
+# `make test-slow` the others, `make test-slow ARGS=--tenth=331` a tenth of them. `make test-repeat N=20` runs the quick tests
+# again and again beside a busy loop. Each makes .venv when it is missing.
 # `make test-vllm` runs those of the real vLLM engine in an environment of their own, .venv-vllm (Linux x86_64, Python 3.11).
 PYTHON ?= python3
 TORCH ?= torch==2.13.*
+PYTEST = .venv/bin/python -m pytest -n auto --maxprocesses 8
+N ?= 20
 PIP = -m pip install --quiet --disable-pip-version-check
 
 run: .venv/ready
 	.venv/bin/python -m grpo_fn.run --gin_file run/arithmetic.gin
 
 test: .venv/ready
-	.venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadgroup $(ARGS)
+	$(PYTEST) --dist loadscope $(ARGS)
+
+test-slow: .venv/ready
+	$(PYTEST) --dist loadgroup -m slow $(ARGS)
+
+test-repeat: .venv/ready
+	@.venv/bin/python -c 'while True: pass' & busy=$$!; trap "kill $$busy" EXIT; \
+	for run in $$(seq $(N)); do echo "run $$run of $(N)"; $(PYTEST) --dist loadscope -q $(ARGS) || exit 1; done
 
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest tests/vllm -n 2 --maxprocesses 2 --dist loadfile
@@ -27,4 +37,4 @@ test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	touch .venv-vllm/ready
 
-.PHONY: run test test-vllm
+.PHONY: run test test-slow test-repeat test-vllm

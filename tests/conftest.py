@@ -9,14 +9,14 @@ import shape_checks  # noqa: F401 before anything of the package is imported
 import torch
 from hypothesis import settings
 
-pytest_plugins = ["leftover_threads"]
+pytest_plugins = ["leftover_threads", "slow_part"]
 
 # Triton is asked when it is imported: where there is no card its kernels run in its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("dev", max_examples=25, deadline=None)
-settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True, database=None, print_blob=True)
+settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("nightly", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 

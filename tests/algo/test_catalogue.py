@@ -146,6 +146,7 @@ def test_a_function_cites_the_papers_on_its_line():
                 assert paper in tables.entry(name, f).source, f"{name}: {paper} is not among its sources"
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_runs_with_nothing_configured(tmp_path):
     """In a fresh process: the learning signal of one group is there, and neither gin nor a model library was needed."""
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

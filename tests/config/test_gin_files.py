@@ -100,6 +100,7 @@ def test_every_run_file_opens_with_what_it_shows_the_command_the_result_and_the_
     assert (PROJECT / command[1]).is_file() or (PROJECT / "gin" / command[1]).is_file(), f"no such file: {command[1]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [["-P", "-m", "grpo_fn.run"], ["tools/sweep", "--out", "S", "--grid", "SEED=0"]])
 def test_a_module_in_the_working_folder_is_found_by_every_program(program: list[str], tmp_path: Path) -> None:
     """`-P` is how a console script begins: without the working folder."""

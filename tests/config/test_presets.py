@@ -146,6 +146,7 @@ def correction(node: Node) -> object:
     return correction(node.knobs["objective"]) if "objective" in node.knobs else node.knobs["importance_correction"]
 
 
+@pytest.mark.slow
 def test_a_preset_over_another_is_the_preset_alone() -> None:
     differ = []
     for name in PRESETS:
@@ -158,6 +159,7 @@ def test_a_preset_over_another_is_the_preset_alone() -> None:
     assert not differ
 
 
+@pytest.mark.slow
 def test_one_file_over_another_binds_what_both_bind_knob_by_knob() -> None:
     """So what is laid over another in these tests is what the program reads."""
     for below, name in zip(PRESETS, PRESETS[1:] + PRESETS[:1], strict=True):
@@ -190,6 +192,7 @@ def test_what_no_preset_uses_is_known():
         assert {name for name, f in public(module).items() if f not in used} - SPARE_HELPERS == spare
 
 
+@pytest.mark.slow_after(4)
 @each_preset
 def test_it_is_laid_over_a_run_file_that_binds_no_macro(tmp_path: Path, name: str) -> None:
     plain = load_config(["run/arithmetic.gin"], []).text

@@ -39,6 +39,7 @@ def test_it_holds_every_gin_file_template_and_module_and_no_other(wheel: Path) -
     assert inside == gin | {str(path.relative_to(PROJECT)) for path in code}
 
 
+@pytest.mark.slow
 def test_it_runs_the_default_from_any_folder(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     elsewhere = tmp_path / "elsewhere"

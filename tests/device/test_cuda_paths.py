@@ -17,6 +17,7 @@ OTHERS = "train-0.5b,train-1.5b,train-1.5b-compiled,decode,decode-0.5b,decode-1.
 LEFT_OUT = {"tensor_parallel", "teacher", "self_teacher", "sibling_teacher"}
 
 
+@pytest.mark.slow
 def test_the_checks_for_a_gpu_pass_on_the_fake_one(on_device) -> None:
     found = on_device("whole_programs.py", "check", EXACT)
     assert found["codes"] == {"check": 0}
@@ -33,6 +34,7 @@ def test_training_and_captured_decoding_pass_on_the_fake_one(on_device) -> None:
     assert found["launches"]["grpo_fn::split_kv_attention"] > 0
 
 
+@pytest.mark.slow
 def test_mistakes_that_only_a_gpu_would_show_are_seen(on_device) -> None:
     found = on_device("planted_mistakes.py")
     assert set(found["clean"].values()) == {None}, found["clean"]

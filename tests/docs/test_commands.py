@@ -20,7 +20,7 @@ from grpo_fn import sandbox
 
 ALL = [each for page in pages() for each in commands(page)]
 FIRST = {each.text: each for each in reversed(ALL)}  # a line that stands on several pages is done once
-# Seconds of CPU that a test of every run cannot have. Flags are read by the tool's own parser all the same.
+# Later commands of a page do not wait for these. Flags are read by the tool's own parser all the same.
 SLOW = {
     "python tools/tables docs/algorithms/bias.md": "some 40 s; tests/algo/test_bias_table.py measures some of it",
     "python tools/tables docs/experiments/paired.md": "5 s; tests/tools/test_coupling.py measures some of it",
@@ -30,8 +30,7 @@ SLOW = {
 
 
 def marked(each: Command) -> object:
-    slow = [pytest.mark.slow] if each.text in SLOW else []
-    return pytest.param(each, id=f"{each.page}:{each.line}", marks=[pytest.mark.xdist_group("commands"), *slow])
+    return pytest.param(each, id=f"{each.page}:{each.line}", marks=pytest.mark.xdist_group("commands"))
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +81,7 @@ def modules(text: str) -> dict[str, str]:
     return {name[1]: "\n".join(block.lines) + "\n" for name, block in named if name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each", [marked(each) for each in FIRST.values()])
 def test_it_does_what_the_page_says(each: Command, done: Callable[[Command], None]) -> None:
     if "--reward code" in each.text and not any(sandbox.available().values()):

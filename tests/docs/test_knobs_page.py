@@ -138,6 +138,7 @@ def test_no_row_is_what_the_program_passes() -> None:
     assert not [row.name for row in rows() if row.name in passed and not row.scope]
 
 
+@pytest.mark.slow
 def test_a_run_refuses_no_knob_of_the_page_as_one_that_the_program_passes(tmp_path: Path) -> None:
     """A file binds each that nothing binds yet, and is laid over a run that reaches the function."""
     laid, reached, refused = tmp_path / "laid.gin", set(), []
@@ -184,6 +185,7 @@ def test_a_row_has_the_type_the_default_and_the_meaning_of_the_code() -> None:
     assert "| `sections.Health.stop` | `Sequence[str \\| health.Rule]` | `['not_finite']` |" in text
 
 
+@pytest.mark.slow
 def test_a_page_that_is_old_is_named_and_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("by hand\n<!-- gin files: eval -->\nold\n<!-- end -->\n")

@@ -27,6 +27,7 @@ def test_the_step_of_the_readme_is_the_step_of_the_program() -> None:
     assert not absent  # `in` on an iterator also holds the order
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_prints_what_it_shows() -> None:
     """In a process of its own: here the types of arguments are checked before the functions see them."""
     path = ROOT / "docs" / "concepts" / "library.ipynb"

@@ -32,6 +32,7 @@ def public_functions(module: str) -> list[str]:
     return [name for name, value in found if getattr(value, "__module__", "") == module and name[:1] != "_"]
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_warns_of_nothing(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="NOT TESTED: the site needs mkdocs-material: pip install 'grpo-fn[test]'")
     done = subprocess.run(

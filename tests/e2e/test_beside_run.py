@@ -177,6 +177,7 @@ def interrupted(cache: Path, folder: Path, dooms: Sequence[Harm], **changes: Any
 # -- the same run
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("looks", [0, 1, 4])
 def test_it_measures_what_evaluation_in_the_midst_measures(
     cache: Path, midst: dict[str, Any], tmp_path: Path, looks: int
@@ -206,6 +207,7 @@ def test_it_measures_what_evaluation_in_the_midst_measures(
     assert [event.step for event in events] == [0, 2, 4, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("beside_on_ranks")
 def test_two_ranks_train_beside_one_evaluation(cache: Path, beside_on_two: dict[str, Any], tmp_path: Path) -> None:
     assert job(tmp_path, 2, command(cache, tmp_path / "run", **CHANGES)).code == 0
@@ -215,6 +217,7 @@ def test_two_ranks_train_beside_one_evaluation(cache: Path, beside_on_two: dict[
 # -- a run that ends meanwhile
 
 
+@pytest.mark.slow
 def test_asked_to_stop_it_does_not_wait_and_makes_the_evaluation_again(
     cache: Path, midst: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -230,6 +233,7 @@ def test_asked_to_stop_it_does_not_wait_and_makes_the_evaluation_again(
     assert {**comparable(tmp_path / "run"), "kept": None} == {**midst, "kept": None}
 
 
+@pytest.mark.slow
 def test_asked_to_stop_while_one_is_due_and_one_at_work_both_are_made_again(
     cache: Path, midst: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -239,6 +243,7 @@ def test_asked_to_stop_while_one_is_due_and_one_at_work_both_are_made_again(
     assert comparable(folder) == midst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("but", "pending"), [(0, 0), (3, 6)])
 def test_the_first_and_the_last_one_are_no_others(
     cache: Path, midst: dict[str, Any], tmp_path: Path, but: int, pending: int
@@ -276,6 +281,7 @@ class Waiting:
         Console.line = stop_after_line
 
 
+@pytest.mark.slow
 def test_with_a_newer_checkpoint_the_older_weights_are_measured(
     cache: Path, midst: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -337,6 +343,7 @@ def test_killed_at_any_moment(
 # -- an evaluation that fails
 
 
+@pytest.mark.slow
 def test_what_it_raises_ends_the_run_with_its_name_and_the_same_command_goes_on(
     cache: Path, midst: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -358,6 +365,7 @@ def test_a_hang_meets_the_deadline(cache: Path, tmp_path: Path) -> None:
     assert "in the evaluation of step 2, beside the training" in said
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("beside_on_ranks")
 def test_asked_on_two_ranks_both_stop_and_go_on(cache: Path, beside_on_two: dict[str, Any], tmp_path: Path) -> None:
     halves = tmp_path / "halves"

@@ -79,6 +79,7 @@ def save_again(world: World, path: Path, root: Path) -> None:
         saver.save(6, tensors=tensors, blobs=store.blobs(path), meta=store.meta(path))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("run", ["whole", "adapted"])
 def test_how_many_ranks_wrote_it_makes_no_difference(run: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     original = request.getfixturevalue(run)

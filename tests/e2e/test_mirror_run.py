@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from e2e.faults import job
 from e2e.running import command
 
@@ -15,6 +16,7 @@ sections.Logging.mirror = @noting.mirror()
 """
 
 
+@pytest.mark.slow
 def test_one_run_is_opened_for_all_ranks_and_again_under_its_id(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "mirrored.gin").write_text(MIRRORED)
     opened = []

@@ -62,11 +62,13 @@ def same_run(ours: Path, theirs: Path) -> None:
         torch.testing.assert_close(found[name], x, rtol=0, atol=CLOSE, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_world_size_does_not_change_a_run(cache: Path, whole: Path, ranks: int) -> None:
     same_run(undisturbed(cache, ranks), whole)
 
 
+@pytest.mark.slow
 def test_one_rank_under_torchrun_is_a_run_without_torchrun(cache: Path, whole: Path) -> None:
     assert outcome(undisturbed(cache, 1)) == outcome(whole)
 
@@ -82,6 +84,7 @@ def difference(ours: Path, theirs: Path) -> float:
     return 100 * apart / math.fsum(float(x.double().abs().sum()) for x in wanted.values())
 
 
+@pytest.mark.slow
 def test_five_and_five_steps_are_ten(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert job(whole, 2, command(cache, whole / "run", STEPS=10)).code == 0
@@ -114,6 +117,7 @@ def gone_on(cache: Path, before: int, folder: Path, ranks: int, *flags: str) -> 
     same_run(run, undisturbed(cache, before))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
 def test_another_number_of_ranks_goes_on_with_the_same_tokens(
     cache: Path, tmp_path: Path, before: int, after: int
@@ -121,6 +125,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_tokens(
     gone_on(cache, before, tmp_path, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scale", ["no_shard", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shard_grad_op", "hybrid_shard"))]
 )
@@ -169,6 +174,7 @@ def test_what_the_main_rank_alone_finds_is_said_once(cache: Path, tmp_path: Path
 # -- adapters
 
 
+@pytest.mark.slow
 def test_adapters_on_two_ranks_go_on_bit_for_bit_and_are_left_as_two_folders(cache: Path, tmp_path: Path) -> None:
     flags = ["--gin_file", "scale/lora.gin", "--gin_param", "lora.LoRA.rank=4", "--gin_param", "STEPS=4"]
     calm = job(tmp_path / "calm", 2, [*command(cache, tmp_path / "calm" / "run"), *flags])

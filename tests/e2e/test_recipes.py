@@ -141,6 +141,7 @@ def small(recipe: Recipe, model: Path, folder: Path) -> list[str]:
     return [first, file, *over, *params, "--run_dir", str(folder / "run")]
 
 
+@pytest.mark.slow_after(1)
 def test_it_says_what_it_would_be(recipe: Recipe, model: Path, tmp_path: Path) -> None:
     given = recipe.given if recipe.name == "cluster_practice" else {"MODEL": model, **recipe.given}
     argv = [*flags(recipe.name, given), "--dry_run", "--ranks", str(recipe.ranks), "--hosts", str(recipe.hosts)]
@@ -185,6 +186,7 @@ def sampled(run_dir: Path) -> list[list[tuple[Any, ...]]]:
     ]
 
 
+@pytest.mark.slow
 def test_weights_that_lie_on_the_host_make_the_same_run(cache: Path, model: Path, tmp_path: Path) -> None:
     """A check of cluster_practice: offload."""
     runs = {}
@@ -239,6 +241,7 @@ def test_the_job_goes_to_slurm_with_a_run_folder_that_the_next_one_finds(tmp_pat
     assert options[1:] == ["--nodes=2", "--mem=0", "--gres=gpu:volta:4", "--constraint=v100"]
 
 
+@pytest.mark.slow
 def test_a_job_of_another_configuration_is_refused_before_it_is_queued(model: Path, tmp_path: Path) -> None:
     """More steps alone are queued; a dry run queues nothing."""
     program(tmp_path, "sbatch", f'#!/usr/bin/env bash\necho "$@" >>"{tmp_path}/asked"\n')
@@ -322,6 +325,7 @@ def over(folder: Path) -> bool:
     return not psutil.pid_exists(int((folder / "server").read_text()))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("code", [0, 75])
 def test_the_evaluation_server_is_there_while_the_training_is(code: int, tmp_path: Path) -> None:
     env = evaluated(tmp_path, training=f'kill -0 "$(<"$FOLDER/server")" && exit {code}; exit 1')
@@ -335,6 +339,7 @@ def test_the_evaluation_server_is_there_while_the_training_is(code: int, tmp_pat
     assert agent_args[-4:] == [*QWEN[1:], "--gin_param", f'EVAL_SERVERS=["http://127.0.0.1:{env["PORT"]}"]']
 
 
+@pytest.mark.slow
 def test_a_signal_is_the_trainings_and_the_server_stays_until_that_has_saved(tmp_path: Path) -> None:
     there = 'kill -0 "$(<"$FOLDER/server")" && exit 75; exit 1'
     saves = f"""trap '{there}' TERM; echo >"$FOLDER/on"; while :; do sleep 0.1; done"""
@@ -345,6 +350,7 @@ def test_a_signal_is_the_trainings_and_the_server_stays_until_that_has_saved(tmp
     assert over(tmp_path)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("server", "more", "said"),
     [

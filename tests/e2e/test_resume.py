@@ -51,6 +51,7 @@ DOOMS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=max(4, settings.default.max_examples // 12))
 @given(dooms=st.lists(DOOMS, min_size=1, max_size=2))
 @example(dooms=[at_file(3, within="checkpoints")])
@@ -62,6 +63,7 @@ def test_killed_at_any_moment(cache: Path, whole: Path, dooms: list[Planned]) ->
         assert not [path.name for path in (run / "checkpoints").glob(".*")]
 
 
+@pytest.mark.slow
 def test_every_file_event_of_a_checkpoint_is_survived(cache: Path, whole: Path, tmp_path: Path) -> None:
     """The second checkpoint, so that there is one before it to fall back on."""
     survived = 0
@@ -78,6 +80,7 @@ def test_every_file_event_of_a_checkpoint_is_survived(cache: Path, whole: Path, 
     assert survived >= 4, "the dooms missed the checkpoints"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("step", [3, 4])
 def test_a_log_that_cannot_be_written_ends_the_run_before_a_checkpoint_claims_it(
     cache: Path, whole: Path, tmp_path: Path, step: int
@@ -91,6 +94,7 @@ def test_a_log_that_cannot_be_written_ends_the_run_before_a_checkpoint_claims_it
     assert outcome(run) == outcome(whole)
 
 
+@pytest.mark.slow
 def test_tensorboard_forgets_what_a_resume_has_undone(cache: Path, tmp_path: Path) -> None:
     run, _ = interrupted(cache, tmp_path, [at_phase("train", 4), at_phase("generate", 2)])
     events = board(run)
@@ -100,6 +104,7 @@ def test_tensorboard_forgets_what_a_resume_has_undone(cache: Path, tmp_path: Pat
     assert {e.step: e.value for e in events.Scalars("reward/mean")} == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_polite_signal_finishes_the_step_saves_and_says_so(
     cache: Path, whole: Path, tmp_path: Path, number: int
@@ -166,6 +171,7 @@ def truncate(path: Path) -> None:
 
 
 # Every harm to any file: tests/shell/checkpoint/test_checkpoint.py, without runs.
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("harm", "name"),
     [
@@ -188,6 +194,7 @@ def test_a_broken_checkpoint_is_named_and_skipped(
     assert outcome(run) == outcome(whole)
 
 
+@pytest.mark.slow
 def test_nothing_but_broken_checkpoints_is_refused_until_a_forced_start(
     cache: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -206,6 +213,7 @@ def test_nothing_but_broken_checkpoints_is_refused_until_a_forced_start(
     assert outcome(run) == outcome(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("all_of_it", [True, False])
 def test_checkpoints_that_are_gone_are_missed_until_a_forced_start(
     cache: Path, whole: Path, tmp_path: Path, all_of_it: bool
@@ -246,6 +254,7 @@ def test_a_finished_run_is_finished_again_at_once(cache: Path, whole: Path, tmp_
     assert outcome(run) == outcome(whole)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("n", [3, 9])
 def test_killed_in_the_export(cache: Path, whole: Path, tmp_path: Path, n: int) -> None:
     run = copied(whole, tmp_path)
@@ -269,6 +278,7 @@ def test_another_configuration_is_refused_and_goes_on_when_forced(cache: Path, w
     assert outcome(run)["summary"]["steps"] == 8
 
 
+@pytest.mark.slow
 def test_more_steps_alone_go_on_and_end_as_if_they_had_been_asked_for_at_first(cache: Path, tmp_path: Path) -> None:
     constant = {"sections__PolicyUpdate__schedule": "@optimizer.constant"}  # no other knob reads STEPS then
     for name, asked in (("run", (4, 6)), ("whole", (6,))):
@@ -283,6 +293,7 @@ def test_more_steps_alone_go_on_and_end_as_if_they_had_been_asked_for_at_first(c
     assert f"steps: got 3 for {tmp_path / 'run'}, wanted 6 or more, which it has made" in (tmp_path / "out").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("now", [{"layers": 1}, {"layers": 2, "intermediate": 48}])
 def test_another_model_is_refused_even_when_forced_and_the_folder_stays_as_it_was(
     cache: Path, tmp_path: Path, now: dict[str, int]
@@ -298,6 +309,7 @@ def test_another_model_is_refused_even_when_forced_and_the_folder_stays_as_it_wa
     interrupted(cache, tmp_path, [], STEPS=2, tiny_model__Shape__layers=2)  # the original command is not refused
 
 
+@pytest.mark.slow
 def test_a_start_that_came_to_nothing_does_not_hold_the_folder(cache: Path, tmp_path: Path) -> None:
     code = finish(command(cache, tmp_path / "run", STEPS=1), tmp_path / "out", at_phase("evaluate", 1)(tmp_path))
     assert code == -KILL
@@ -305,6 +317,7 @@ def test_a_start_that_came_to_nothing_does_not_hold_the_folder(cache: Path, tmp_
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_seconds_add_up_over_starts(cache: Path, tmp_path: Path) -> None:
     run, _ = interrupted(cache, tmp_path, [at_phase("generate", 5, signal.SIGTERM)])
     rows = metrics(run)
@@ -321,6 +334,7 @@ DYNAMIC = {
 }
 
 
+@pytest.mark.slow
 def test_groups_that_wait_for_the_next_step_survive_a_kill(cache: Path, tmp_path: Path) -> None:
     calm = tmp_path / "calm"
     calm.mkdir()

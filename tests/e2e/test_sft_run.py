@@ -68,6 +68,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(cache: Path, data: Path, calm: 
     assert got == wanted
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_does(cache: Path, data: Path, calm: Path, tmp_path: Path) -> None:
     over = job(tmp_path, 2, supervised(cache, tmp_path / "run", data))
     assert over.code == 0, over.everything()

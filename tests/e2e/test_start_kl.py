@@ -27,6 +27,7 @@ def start_kl(run_dir: Path) -> dict[int, float]:
     return {row["step"]: row["loss/kl_start"] for row in metrics(run_dir) if "loss/kl_start" in row}
 
 
+@pytest.mark.slow
 def test_it_is_that_to_a_reference_and_the_run_is_the_same(cache: Path, tmp_path: Path) -> None:
     calm, watched = run(cache, tmp_path / "calm"), run(cache, tmp_path / "watched", **EVERY_STEP)
     (tmp_path / "over.gin").write_text(REFERENCE)
@@ -44,6 +45,7 @@ def test_it_is_that_to_a_reference_and_the_run_is_the_same(cache: Path, tmp_path
     assert one == other
 
 
+@pytest.mark.slow
 def test_it_is_the_same_for_two_ranks_and_costs_adapters_no_copy(cache: Path, tmp_path: Path) -> None:
     flags = ["--gin_file", "scale/lora.gin", "--gin_param", "lora.LoRA.rank=4"]
     alone = run(cache, tmp_path / "alone", *flags, sections__Logging__start_kl_every=3)

@@ -37,6 +37,7 @@ def calm(cache: Path, teacher: str, tmp_path_factory: pytest.TempPathFactory) ->
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_the_policy_comes_nearer_to_its_teacher(calm: Path) -> None:
     rows = [row for row in metrics(calm) if "teacher/reverse_kl" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -45,6 +46,7 @@ def test_the_policy_comes_nearer_to_its_teacher(calm: Path) -> None:
     assert all(row["advantage/zero_variance_groups"] == 0 for row in rows)  # rewards compare nothing here
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_as_an_undisturbed_one(cache: Path, teacher: str, calm: Path, tmp_path: Path) -> None:
     argv = taught(cache, tmp_path / "run", teacher)
     assert finish(argv, tmp_path / "out", AfterStep(3, signal.SIGKILL)) == -9
@@ -57,6 +59,7 @@ def test_a_step_is_replayed(calm: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "is what it was" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_teacher_may_be_measured_only(cache: Path, teacher: str, tmp_path: Path) -> None:
     """A run that only asks its teacher is the run that has none, but for the figures about it."""
     flags = ["--gin_file", "scale/teacher.gin", "--gin_param", f"TEACHER={teacher!r}"]

@@ -88,6 +88,7 @@ def test_training_leaves_every_answer_it_was_measured_by(trained: Path) -> None:
     assert of_training(trained, 0) != of_training(trained, 6)
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_problem_prediction_truth_and_verdict(trained: Path) -> None:
     shown = [e.tensor_proto.string_val[0].decode() for e in board(trained).Tensors("eval/samples/text_summary")]
     assert len(shown) == 4
@@ -96,6 +97,7 @@ def test_tensorboard_shows_problem_prediction_truth_and_verdict(trained: Path) -
         assert text.count("\n") == 9  # the head, the rule and eight rows
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_the_same_answers(cache: Path, trained: Path, tmp_path: Path) -> None:
     argv = command(cache, tmp_path / "run", **ASKED, **JUDGES)
     assert finish(argv, tmp_path / "out", AtPhase("checkpoint", 2, signal.SIGKILL)) == -signal.SIGKILL
@@ -108,6 +110,7 @@ def test_a_killed_run_leaves_the_same_answers(cache: Path, trained: Path, tmp_pa
 # -- of what a run leaves
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("what", ["", "model", "checkpoints/step_6", "checkpoints/step_4"])
 def test_the_command_finds_what_training_found(trained: Path, tmp_path: Path, what: str) -> None:
     step = 4 if what.endswith("4") else 6
@@ -133,6 +136,7 @@ def test_the_table_says_what_the_file_says(trained: Path, tmp_path: Path, capsys
         assert re.search(rf"^{re.escape(name)} +[0-9.]+", said, re.MULTILINE)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_the_batch_around_a_problem_changes_nothing(trained: Path, tmp_path: Path, rows: int) -> None:
     """Weights, prompt and key alone: also when problems are asked one by one."""
@@ -152,6 +156,7 @@ def test_an_evaluation_leaves_the_run_as_it_is(trained: Path, tmp_path: Path) ->
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_of_a_run_that_goes_on_the_newest_whole_checkpoint(run: Path, tmp_path: Path) -> None:
     shutil.rmtree(run / "model")
     (run / "summary.json").unlink()
@@ -427,6 +432,7 @@ def test_math_by_level_and_subject_with_samples(random_model: Path, tmp_path: Pa
     assert results["figures"]["eval/unscorable"] == 0
 
 
+@pytest.mark.slow
 def test_gsm8k_with_a_training_file_that_has_no_model_bound(random_model: Path, tmp_path: Path) -> None:
     changes = {"DATA": published("gsm8k"), "EVAL_PROBLEMS": 8, "MAX_NEW_TOKENS": 4}
     train, own = (

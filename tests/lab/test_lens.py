@@ -62,6 +62,7 @@ def test_a_stored_step_comes_back_as_it_was(whole: Path) -> None:
     assert groups.rollout.truncated.dtype == torch.bool
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [

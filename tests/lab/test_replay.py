@@ -127,6 +127,7 @@ def test_any_step_is_what_it_was(whole: Path, replayed: Replayed, step: int, beg
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--use_stored_rollout"]])
 @pytest.mark.parametrize("step", [2, 6])
 def test_steps_of_many_updates_and_waiting_groups(busy: Path, replayed: Replayed, step: int, flags: list[str]) -> None:
@@ -135,6 +136,7 @@ def test_steps_of_many_updates_and_waiting_groups(busy: Path, replayed: Replayed
     assert code == 0, said
 
 
+@pytest.mark.slow
 def test_adapters_and_their_dropout(cache: Path, tmp_path: Path, replayed: Replayed) -> None:
     run = tmp_path / "run"
     argv = command(
@@ -175,6 +177,7 @@ def test_an_engine_that_cannot_repeat_its_tokens(
     assert "LocalSampler cannot repeat its tokens: the stored ones are learned from" in said
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_one_line_a_step(cache: Path, copied: Path, whole: Path, tmp_path: Path) -> None:
     shutil.rmtree(copied / "checkpoints" / "step_6")
     with open(copied / "digests.jsonl", "a") as file:
@@ -199,6 +202,7 @@ def test_a_step_that_is_not_recorded_says_that_its_kernels_are_others(
     assert f"step 2: {ALL} as recorded\n" in said
 
 
+@pytest.mark.slow
 def test_a_run_may_leave_steps_out(cache: Path, tmp_path: Path, replayed: Replayed) -> None:
     run = tmp_path / "run"
     assert finish(command(cache, run, STEPS=4, sections__Logging__checksums_every=2), tmp_path / "out") == 0
@@ -218,6 +222,7 @@ def test_a_run_may_leave_steps_out(cache: Path, tmp_path: Path, replayed: Replay
 # -- different
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", QUANTITIES)
 def test_the_first_quantity_that_differs_is_named(copied: Path, replayed: Replayed, name: str) -> None:
     line = read_checksums(copied)[5]
@@ -271,6 +276,7 @@ def test_other_tokens_are_named_with_both(copied: Path, whole: Path, replayed: R
     assert "step 5: tokens, " in said
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
@@ -417,6 +423,7 @@ def test_another_algorithm_by_its_file(whole: Path, replayed: Replayed) -> None:
     assert 0 < float(re.search(r"cosine (\S+),", said)[1]) < 1
 
 
+@pytest.mark.slow
 def test_other_tokens_have_no_cosine(whole: Path, replayed: Replayed) -> None:
     code, said = replayed(whole, 2, "--override", "sections.Sampling.temperature=0.7")
     assert code == 0, said
@@ -472,6 +479,7 @@ def test_bad_input_is_one_line(whole: Path, copied: Path, tmp_path: Path, replay
     assert "step_000006.jsonl.gz, which is broken" in said
 
 
+@pytest.mark.slow
 def test_a_broken_checkpoint_is_passed_over(copied: Path, replayed: Replayed) -> None:
     path = copied / "checkpoints" / "step_4" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])

@@ -167,6 +167,7 @@ def test_a_second_interrupt_kills_what_would_still_save() -> None:
         child.communicate()
 
 
+@pytest.mark.slow
 def test_a_store_that_never_answers_ends_the_agent_once_its_workers_are_gone() -> None:
     program = """
 import subprocess, time

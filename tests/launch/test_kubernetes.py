@@ -93,6 +93,7 @@ def pod(host: Host, index: int, folder: Path, given: list[str]) -> Started:
     return host.start(command, environment(folder / "bin") | ENV | more, folder / f"log{index}")
 
 
+@pytest.mark.slow
 def test_two_pods_meet_train_and_stop_together(two_hosts: list[Host], tmp_path: Path) -> None:
     program(tmp_path / "bin", "python", f'#!/usr/bin/env bash\nexec "{environment()["PYTHON"]}" "$@"\n')
     given = [arg for arg in flags(tmp_path, STEPS=100_000) if arg not in ("--run_dir", str(tmp_path / "run"))]

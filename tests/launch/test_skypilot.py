@@ -44,6 +44,7 @@ def test_both_nodes_meet_at_the_first_and_run_the_same(tmp_path: Path, rank: int
     assert asked.training_script_args == ["--run_dir", "/runs/grpo", "--gin_file", "run/gsm8k.gin", *params]
 
 
+@pytest.mark.slow
 def test_the_program_takes_the_flags(tmp_path: Path) -> None:
     """Those of another task, as a user would set them: a dry run of them."""
     given = node(0, tmp_path, GIN_FILE="run/arithmetic.gin", RUN_DIR=str(tmp_path / "run"))

@@ -63,6 +63,7 @@ def ended(slurm: Path, code: int, *, terminate: bool, **more: str) -> tuple[int,
     return got, summary(slurm / "run", int(more.get("SLURM_RESTART_COUNT", "0"))), bool(requeued)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("code", "terminate", "more", "again"),
     [
@@ -238,6 +239,7 @@ def test_a_stop_that_comes_before_the_step_reaches_it(slurm: Path) -> None:
     assert "requeue 4242" in calls(slurm, "scontrol")
 
 
+@pytest.mark.slow
 def test_a_preempted_job_saves_and_goes_on_where_it_stopped(slurm: Path) -> None:
     command = ["bash", slurm / "slurm_script", *flags(slurm, STEPS=60, SAVE=0.5)]
     env = environment(slurm / "bin", **job(slurm), PORT=free_port())

@@ -99,6 +99,7 @@ def test_bad_input_is_one_line_and_starts_nothing(given: list[str], env: dict[st
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
     done = run([SCRIPT, "--nproc=2", *flags(tmp_path, FAULT=9)], environment())
     assert done.returncode == 0, done.stderr
@@ -110,6 +111,7 @@ def test_a_rank_that_dies_is_started_again_and_the_run_goes_on(tmp_path: Path) -
     assert {line["size"] for line in trace(tmp_path / "run")} == {2}
 
 
+@pytest.mark.slow
 def test_bad_input_of_the_trainer_is_not_tried_again(tmp_path: Path) -> None:
     given = flags(tmp_path)
     (tmp_path / "a.gin").unlink()
@@ -118,6 +120,7 @@ def test_bad_input_of_the_trainer_is_not_tried_again(tmp_path: Path) -> None:
     assert done.stderr.count("wanted a gin file") == 1
 
 
+@pytest.mark.slow
 def test_bad_input_that_two_ranks_find_is_one_line(tmp_path: Path) -> None:
     given = ["--gin_file", "run/arithmetic.gin", "--gin_param", "STEPS=none", "--run_dir", str(tmp_path / "run")]
     done = run([SCRIPT, "--nproc=2", *given], environment(MODULE="grpo_fn.run"))
@@ -128,6 +131,7 @@ def test_bad_input_that_two_ranks_find_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_is_printed_once_for_all_ranks(tmp_path: Path) -> None:
     given = ["--gin_file", "run/arithmetic.gin", "--dry_run", "--run_dir", str(tmp_path / "run")]
     done = run([SCRIPT, "--nproc=4", *given], environment(MODULE="grpo_fn.run"))
@@ -141,6 +145,7 @@ def test_the_last_attempts_exit_code_is_the_ranks_that_failed(tmp_path: Path) ->
     assert done.returncode == 9, done.stderr
 
 
+@pytest.mark.slow
 def test_a_stopped_run_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     command = [SCRIPT, "--nproc=2", *flags(tmp_path, STEPS=60, SAVE=0.5)]
     with Started(command, environment(), tmp_path / "log") as launch:

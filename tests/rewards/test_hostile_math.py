@@ -273,6 +273,7 @@ def test_a_random_soup_is_never_right(pool, gold, texts):
     assert_never_right(pool, correct, gold, [rf"\boxed{{{text}}}" for text in texts])
 
 
+@pytest.mark.slow
 def test_an_unknown_bomb_costs_its_own_row():
     texts = [rf"\boxed{{{place}}}" for place in range(30)]
     texts[10] = "sleep"

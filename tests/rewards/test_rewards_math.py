@@ -669,6 +669,7 @@ def seconds(fn, text):
     return time.process_time() - start
 
 
+@pytest.mark.slow_after(12)
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS.keys())
 @pytest.mark.parametrize("before", ["", "The answer is "])
 def test_a_megabyte_is_searched_in_linear_time(before, unit):
@@ -686,6 +687,7 @@ def test_the_longest_answer_is_put_in_plain_spelling_at_once(unit):
         assert min(seconds(plain_answer, answer) for _ in range(3)) < 0.1
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS.keys())
 def test_a_megabyte_of_text_is_wrong(unit):
     text = unit * (2**20 // len(unit))

@@ -136,6 +136,7 @@ def ends(isolation, source, traces):
     assert traces.processes() == []
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS.keys())
 def test_bombs_end_within_limits_and_leave_no_process(source, traces):
     ends(most(), source, traces)
@@ -403,6 +404,7 @@ def test_everything_dies_with_it_at_any_moment(isolation, delay, traces):
     killed_after(isolation, delay, traces)
 
 
+@pytest.mark.slow
 def test_a_reward_worker_that_is_late_takes_its_program_with_it():
     runner = partial(sandbox.run_program, **{**KNOBS, "wall_seconds": 60.0}, isolation=most())
     scorer = pickle.loads(pickle.dumps(partial(code.all_tests_pass, run=runner)))

@@ -442,6 +442,7 @@ def test_an_unreadable_gold_is_said_to_be_one(tmp_path: Path) -> None:
     assert (code, row["verdict"], row["reason"]) == (0, "unscorable", "the gold answer cannot be parsed")
 
 
+@pytest.mark.slow
 def test_published_programs_pass_their_tests_and_those_that_leave_early_do_not(tmp_path: Path) -> None:
     lines = (published("mbpp") / "mbpp.jsonl").read_text().splitlines()[10:16]
     source = [json.loads(line) for line in lines]
@@ -523,6 +524,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_flags_are_refused_with_one_message(folder: Path, case: str) -> None:
     (reward, *flags), message = REFUSED[case]
@@ -586,6 +588,7 @@ def test_an_interrupt_leaves_whole_rows_and_no_process(folder: Path) -> None:
         assert not psutil.wait_procs(workers, timeout=5)[1]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("size", [500, 20_000])
 def test_rows_in_flight_are_bounded_while_one_takes_its_time(folder: Path, size: int) -> None:
     row = rows_of("a", filling="x" * size)
@@ -607,6 +610,7 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 def test_memory_does_not_grow_with_the_file(folder: Path, tmp_path: Path) -> None:
     peaks = []

@@ -52,6 +52,7 @@ def grown(start: str) -> int:
     return int(ran.stdout)
 
 
+@pytest.mark.slow
 def test_with_one_thread_torch_has_no_team_there() -> None:
     """Unlike in a thread as it comes."""
     assert grown("BackgroundWorker('log', timeout=None, torch_threads=1).submit(beside)") == 1

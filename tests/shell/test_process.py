@@ -42,6 +42,7 @@ def cleared(keep: str, **settings: str) -> float:
     return float(ran.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only the GNU C library is configured")
 def test_freed_memory_is_used_again_unless_the_environment_sets_otherwise() -> None:
     """Pages are cleared once, not at each use."""

@@ -179,6 +179,7 @@ def late(world: World, sleeper: int, deadline: float) -> tuple[str, str, Any, fl
     return *outcome, time.monotonic() - begun
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("size", "sleeper"), [(2, 0), (2, 1), (4, 0), (4, 3)])
 def test_who_waits_for_a_rank_that_sleeps_says_so_in_time(size, sleeper):
     ranks = crew(size)
@@ -229,6 +230,7 @@ def at_length(world: World, deadline: float, raises: bool) -> tuple[str, str, An
     return *outcome, ran
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("size", SIZES)
 def test_what_takes_the_main_rank_longer_than_the_deadline_is_waited_for(size):
     for rank, (error, _, value, ran) in enumerate(crew(size).run(at_length, 1.0, False)):
@@ -354,6 +356,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_do_not_come_are_not_waited_for_for_ever(rank):
     one = crew(1)

@@ -175,6 +175,7 @@ def test_the_page_has_every_kind_and_what_fails():
     assert {k: v.removeprefix("no: ") for k, v in rows.items() if v != "yes"} == dict(procedural.AUDIT_FAILURES)
 
 
+@pytest.mark.slow
 def test_the_audit_finds_what_is_wrong_with_these_kinds():
     found = procedural_audit.audit(["coin_flip", "gcd", "graph_color", "isomorphic_strings"])
     failures = {name: "; ".join(failed) for name, (_, failed) in found.items() if failed}

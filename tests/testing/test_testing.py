@@ -433,6 +433,7 @@ def test_every_invariant_is_in_the_list_and_has_a_fault_that_it_catches(module, 
 # -- rewards
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.usefixtures("fewer")
 @pytest.mark.parametrize(
     ("reward", "bounds"),
@@ -442,6 +443,7 @@ def test_a_sound_reward_passes(reward, bounds):
     testing.check_reward(reward, bounds=bounds)
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.usefixtures("fewer")
 @pytest.mark.parametrize(
     ("reward", "complaint"),
@@ -463,6 +465,7 @@ def test_an_unsound_reward_is_caught_and_the_complaint_says_why(reward, complain
         testing.check_reward(reward, bounds=(-1, 1) if isinstance(reward, partial) else (-math.inf, math.inf))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("reward", "text"),
     [
@@ -504,6 +507,7 @@ def test_a_reward_without_a_name_is_caught(reward):
         testing.check_reward(reward)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fewer")
 def test_a_reward_that_reads_meta_is_checked_on_problems_that_have_it():
     problems = st.builds(Problem, st.integers(0, 9), st.just("?"), st.just(""), st.just({"tests": ["assert True"]}))
@@ -531,6 +535,7 @@ COSINE = partial(
 )
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.usefixtures("fewer")
 @pytest.mark.parametrize(
     ("reward", "bounds"),
@@ -549,6 +554,7 @@ def test_the_rewards_of_the_package_are_fit_for_a_run(reward, bounds):
     testing.check_reward(reward, bounds=bounds)
 
 
+@pytest.mark.slow
 def test_a_reward_that_has_to_compute_is_checked_without_bombs():
     testing.check_reward(trial.computes, hostile=testing.HOSTILE)
 

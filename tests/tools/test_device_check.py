@@ -90,6 +90,7 @@ def fake(name: str, deadline: float = 30.0) -> Check:
     return Check(name, "", f"device_fakes:{name}", deadline)
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_hangs_or_dies_is_reported_and_the_next_begins_in_a_fresh_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -114,6 +115,7 @@ def test_no_check_begins_after_the_limit() -> None:
     assert [(outcome.state, outcome.said) for outcome in got] == [(LEFT_OUT, "the -1 s of the run were over")] * 2
 
 
+@pytest.mark.slow
 def test_a_check_whose_time_the_limit_cut_short_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_runner, "GRACE", 0.3)
     late, fine = apart([fake("late"), fake("fine")], NOWHERE, 3.0)
@@ -123,6 +125,7 @@ def test_a_check_whose_time_the_limit_cut_short_is_left_out(monkeypatch: pytest.
     assert fine.said == over
 
 
+@pytest.mark.slow
 def test_a_check_that_dies_after_its_time_was_cut_short_is_left_out() -> None:
     (late,) = apart([fake("late_and_fatal")], NOWHERE, 3.0)
     assert late.state == LEFT_OUT, late.said
@@ -240,6 +243,7 @@ class Asked(Exception):
     """Raised in the place of loading a model, with what it was asked for."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [*QWEN])
 def test_what_trains_on_an_h100_leaves_a_quarter_of_it_to_what_the_estimate_does_not_count(
     size: str, monkeypatch: pytest.MonkeyPatch

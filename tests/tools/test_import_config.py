@@ -137,6 +137,7 @@ def launched(draft: importer.Draft, folder: Path) -> tuple[Algorithm, Any]:
     return algorithm, knobs["steps"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", TABLES)
 @given(st.data())
 def test_a_configuration_of_known_keys_can_be_launched_or_says_why_not(peer: str, data: st.DataObject) -> None:

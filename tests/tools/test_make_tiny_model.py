@@ -57,6 +57,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[str, Any
     return dict(zip((False, True), json.loads(fresh.stdout), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_random_model_spells_any_text(chat: bool, opened: dict[bool, dict[str, Any]]) -> None:
     found = opened[chat]

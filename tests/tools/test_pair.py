@@ -49,6 +49,7 @@ def argv(folder: Path, *flags: str, **arms: str) -> list[str]:
 SLOW = "optimizer.adamw.lr = 1e-4"
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("arms", "flags", "complaint"),
     [
@@ -186,6 +187,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
 
 
+@pytest.mark.slow
 def test_arms_begin_alike_and_a_second_call_runs_what_is_new(tmp_path, capsys, forked) -> None:
     out, arms = tmp_path / "out", {"a": "", "b": "optimizer.adamw.lr = 0.1"}
     assert tool.main(argv(tmp_path, "--seeds", "0", "--timeout", "300", **arms)) == 0, capsys.readouterr().err

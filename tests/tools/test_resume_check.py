@@ -24,6 +24,7 @@ def check(cache: Path, out: Path, *flags: str) -> int:
     )
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_as_one_left_alone(cache: Path, tmp_path: Path, forked, capsys) -> None:
     # Steps 1.7 and 5.9 of 12. Step 4 is not over before the checkpoint of step 2 is whole: its own waits for that.
     flags = ["--kills", "2", "--seed", "82", "--gin_param", "STEPS=12"]

@@ -190,6 +190,7 @@ def test_the_markdown_table_is_readable_as_it_stands() -> None:
 # Running them ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_trials_run_beside_one_another_a_failure_stops_none_and_a_second_call_repeats_none(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

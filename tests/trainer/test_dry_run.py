@@ -102,6 +102,7 @@ def figures(said: str) -> dict[str, float]:
     return {line[:40].strip(): float(line[40:].split()[0]) for line in lines if line[40:49].strip()[:1].isdigit()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PEAKS)
 def test_a_device_holds_about_what_a_card_held(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured, shape, bound = PEAKS[name]

@@ -56,12 +56,14 @@ def tried(fn: Callable, stop_on_error: bool = True) -> None:
     try_rewards("sections.Rewards.reward", [format.boxed, fn], PROBLEM, pool)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("fn", [right, cannot_say, dies, sleeps])
 def test_a_reward_that_a_run_could_begin_with_passes(fn: Callable) -> None:
     """A lost row ends no run: a rule of health counts them."""
     tried(fn)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
@@ -77,6 +79,7 @@ def test_what_is_no_reward_is_named(fn: Callable, said: str) -> None:
         tried(fn)
 
 
+@pytest.mark.slow
 def test_without_stop_on_error_only_what_fails_on_every_text_is_refused() -> None:
     tried(with_text_only, stop_on_error=False)
     with pytest.raises(ValueError, match="got Tensor"):
@@ -89,6 +92,7 @@ def test_parts_are_found_with_their_functions() -> None:
     assert (names, fns[0], len(fns)) == (["right", "answer_tags"], right, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("binding", "said"),
     [

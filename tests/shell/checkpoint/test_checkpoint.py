@@ -488,6 +488,7 @@ def die_at(line: int, action: Callable[[], object]) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replacing", [False, True])
 def test_sigkill_at_any_line_of_save_leaves_the_old_or_the_new(tmp_path, replacing):
     def before(root: Path) -> Path:
@@ -514,6 +515,7 @@ def test_sigkill_at_any_line_of_save_leaves_the_old_or_the_new(tmp_path, replaci
     assert len(set(seen)) == 2
 
 
+@pytest.mark.slow
 def test_sigkill_at_any_line_of_prune_leaves_the_kept_ones_whole(tmp_path):
     def fill() -> None:
         for step in {1, 2, 3} - {*steps(tmp_path)}:

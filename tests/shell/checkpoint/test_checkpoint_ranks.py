@@ -102,6 +102,7 @@ def read_everything(world: World, path: Path, found: list[str]) -> None:
             assert bits(mine) == bits(right), (name, way)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_any_ranks_in_any_layout_read_the_bits_that_any_ranks_wrote(tmp_path: Path, size: int) -> None:
     root = tmp_path / "checkpoints"
@@ -284,6 +285,7 @@ def signalled(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("size", "rank", "place"),
     [(2, 1, WRITE), (4, 2, WRITE), (4, 0, WRITE), (2, 0, SEAL), (2, 0, COMMIT), (2, 0, AFTER)],
@@ -307,6 +309,7 @@ def test_a_killed_rank_leaves_the_newest_whole_and_the_others_say_so(
     crew(2).run(save_many, root)  # and the next job saves
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_is_waited_for_no_longer_than_the_deadline(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     stop = partial(signalled, signal.SIGSTOP)

@@ -128,6 +128,7 @@ def test_a_tool_that_hangs_is_a_failure_and_its_server_ends(tmp_path):
     server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED elsewhere: servers that die with a killed worker")
 def test_a_worker_that_is_killed_leaves_no_server(tmp_path):
     written = tmp_path / "pid"

@@ -98,6 +98,7 @@ def mirrored(mirror: tracker.Mirror, run_dir: Path, start: int, stop: int) -> No
             writer.scalars(step, {"loss/kl": step / 4, "eval/accuracy": 0.5})
 
 
+@pytest.mark.slow
 def test_offline_files_hold_every_scalar_and_resuming_goes_on_as_the_same_run(wandb: None, tmp_path: Path) -> None:
     run_dir, mirror = tmp_path / "first", tracker.wandb(destination="tests:offline")
     mirrored(mirror, run_dir, 0, 3)

@@ -242,6 +242,7 @@ def test_the_mode_is_what_torch_compile_is_given(mode: str, monkeypatch: pytest.
     assert given == [{"dynamic": True, "options": meant}] * len(blocks(family("qwen2_tied")))
 
 
+@pytest.mark.slow
 def test_code_is_built_with_the_threads_of_the_environment_where_vllm_has_set_inductors_to_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -124,6 +124,7 @@ print(json.dumps({**report, "logits": logits.flatten().tolist(), "words": len(to
 """
 
 
+@pytest.mark.slow
 def test_an_exported_folder_opens_in_a_fresh_process_as_what_it_was(good: Path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, "-c", FRESH, str(good), json.dumps(TRICKY)]

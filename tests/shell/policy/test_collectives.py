@@ -245,6 +245,7 @@ def sample() -> dict[int, list[Call]]:
     return traced("hybrid_shard+tensor_parallel", (0, 1, 2, 8, RANKS - 1))
 
 
+@pytest.mark.slow
 def test_some_ranks_of_three_dimensions_call_the_same_collectives(sample) -> None:
     assert not [*disagreements(sample)]
     assert len({call.kind()[1:] for call in sample[0]}) >= 4, "three dimensions, and all ranks that have rows"
@@ -280,6 +281,7 @@ def test_a_dry_run_counts_the_bytes_that_a_rank_receives(sample) -> None:
     assert summed == 7 * SHAPE.layers * micro_batches + 1  # and one of the norm
 
 
+@pytest.mark.slow
 def test_ranks_that_look_at_their_own_rows_are_seen() -> None:
     """Only the last has a micro-batch in which it has no row."""
     found = [*disagreements(traced("full_shard", (0, 1, RANKS - 1), "own_rows"))]

@@ -325,6 +325,7 @@ def test_energies_are_those_of_one_process(folders, size, strategy, model):
     torch.testing.assert_close(seen, oracle(folders, case).energy(batch.tokens, batch.mask), rtol=0, atol=5e-6)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("size", "strategy"), [(2, "full_shard"), (4, "hybrid_shard"), (2, "no_shard")])
 def test_muon_moves_a_matrix_to_the_last_bit_as_one_process_does(folders, size, strategy):
     asked = str(folders / "qwen3_untied"), Case("qwen3_untied", strategy)
@@ -354,6 +355,7 @@ def test_a_step_of_muon_is_that_of_one_process(folders, size, adapted):
 # -- the central test
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("size", list(SIZES))
 @settings(max_examples=max(6, EXAMPLES // 10), phases=UNSHRUNK)
 @given(st.data())
@@ -364,6 +366,7 @@ def test_gradients_and_one_step_are_those_of_one_process(folders, size, data):
     check_step(folders, size, case, which, seed, rows, parts)
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("size", "strategy", "model", "adapted"),
     [
@@ -400,10 +403,12 @@ def test_given_tokens_are_learned_on_two_ranks_as_in_one_process(folders, which)
     check_step(folders, 2, Case("qwen2_tied", "full_shard"), which, seed=2, rows=5, parts=3)
 
 
-WHOLE = [
-    (size, Case(*rest))
+WHOLE = [  # but that the models take turns: each meets every strategy, kind of recomputing, and adapters
+    (size, Case(list(MODELS)[(i + j + adapted) % len(MODELS)], strategy, activations, adapted))
     for size, strategies in SIZES.items()
-    for rest in product(MODELS, strategies, ACTIVATIONS, [False, True])
+    for i, strategy in enumerate(strategies)
+    for j, activations in enumerate(ACTIVATIONS)
+    for adapted in (False, True)
 ]
 
 
@@ -434,6 +439,7 @@ def pulled(world: World, folder: str, case: Case, batch: Batch, signal: Scores) 
     return scores, grads, figures, identical(weights_of(policy), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", list(SIZES))
 @settings(max_examples=max(4, EXAMPLES // 20), phases=UNSHRUNK)
 @given(st.data())
@@ -443,6 +449,7 @@ def test_any_number_of_rows_and_any_signal(folders, size, data):
     check_pulled(folders, size, case, rows, signalled, data.draw(st.integers(0, 9)))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("signalled", [(True, False), (False, True), (False, False)], ids=["logp", "entropy", "none"])
 def test_one_row_for_four_ranks_is_enough_whichever_scores_have_a_signal(folders, signalled):
     check_pulled(folders, 4, Case("qwen2_tied", "full_shard"), 1, signalled, 3)
@@ -488,6 +495,7 @@ def taught(
     return before, policy.logp_under(placed.teachers["t"], seen), trains
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(("size", "strategy"), [(1, "full_shard"), (2, "full_shard"), (4, "hybrid_shard")])
 def test_a_teacher_of_another_shape_says_the_same_on_any_number_of_ranks(folders, size, strategy, offload):
@@ -518,6 +526,7 @@ def related(
     return scores, gathered_grads(policy)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(("size", "strategy"), [(2, "full_shard"), (4, "hybrid_shard")])
 def test_entropies_relative_to_a_teacher_are_those_of_one_process(folders, size, strategy, offload):
@@ -555,6 +564,7 @@ def averaged(
     return trained, said, {name: full_tensor(x).clone() for name, x in kept.items()}, unmoved
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("size", "strategy", "adapted"),
     [
@@ -593,6 +603,7 @@ def references(world: World, folder: str, case: Case, batch: Batch) -> tuple[Ten
     return *at_first, policy.logp(seen), policy.reference(seen)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(("size", "strategy"), [(2, "full_shard"), (2, "no_shard"), (4, "hybrid_shard")])
 def test_the_reference_is_the_model_as_it_was_loaded(folders, size, strategy, adapted):
@@ -626,6 +637,7 @@ def restored(world: World, folder: str, case: Case, table: dict[str, Tensor], ba
     return logp, weights_of(policy)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("size", "strategy"), [(2, "full_shard"), (2, "shard_grad_op"), (4, "hybrid_shard_grad_op")])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_restored_policy_computes_with_what_was_restored(folders, size, strategy, adapted):
@@ -681,6 +693,7 @@ def spoilt(batch: Batch, row: int, value: float) -> Scores:
     return signal
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("size", "row", "strategy", "adapted"),
     [(2, 0, "full_shard", False), (2, 3, "no_shard", True), (4, 3, "full_shard", True), (4, 0, "hybrid_shard", False)],
@@ -725,6 +738,7 @@ def gradients_in(world: World, folder: str, case: Case, batch: Batch, f: Callabl
 ROUNDING = {torch.bfloat16: 16 * 2.0**-8, torch.float16: 16 * 2.0**-11}
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("size", "dtype", "adapted", "model"),
     [
@@ -809,6 +823,7 @@ def phases(world: World, folder: str, case: Case, batch: Batch, f: Callable) -> 
     return found
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("size", list(SIZES))
 @settings(max_examples=max(3, EXAMPLES // 25), phases=UNSHRUNK)
 @given(st.data())

@@ -40,6 +40,7 @@ def allocated(folder: Path) -> dict[int, list[list[dict[str, int]]]]:
     return {1: [here], 2: crew(2).run(rank.in_every_way, folder)}
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("way", rank.WAYS, ids=str)
 def test_weights_gradients_and_moments_are_what_is_allocated(folder, allocated, way, size):
@@ -63,6 +64,7 @@ def test_weights_gradients_and_moments_are_what_is_allocated(folder, allocated, 
     assert (padding > 0) == (shard == 2)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_teacher_is_what_is_allocated_for_it(folder, size):
     config = AutoConfig.from_pretrained(folder)
@@ -203,6 +205,7 @@ def test_activations_are_those_that_a_pass_with_data_keeps():
     assert small <= alive(blocks.no_checkpointing, layers=3) <= 1.25 * small
 
 
+@pytest.mark.slow
 def test_activations_grow_with_layers_and_tokens_and_shrink_where_they_are_recomputed():
     kept, little = (alive(how) for how in (blocks.no_checkpointing, blocks.full_checkpointing))
     assert little < kept

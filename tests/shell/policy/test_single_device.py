@@ -95,6 +95,7 @@ def gradients(policy: FSDPPolicy, *, parts: int) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_every_bit_is_what_it_is_with_fsdp2s_copies(folder, dtype, checkpointing, monkeypatch):
@@ -162,6 +163,7 @@ def test_weights_that_do_not_compute_have_no_cast(folder):
     assert held == [0] * len(before)
 
 
+@pytest.mark.slow_after(1)
 def test_a_weight_that_is_replaced_is_found_out(folder):
     policy = policy_in(folder, torch.bfloat16)
     kept = policy.logprob_model.model.model.norm.weight._local_tensor

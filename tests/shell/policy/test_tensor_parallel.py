@@ -262,6 +262,7 @@ def one_step(
 # -- the central test
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("size", list(LAYOUTS))
 @settings(max_examples=max(3, EXAMPLES // 20), phases=UNSHRUNK)
 @given(st.data())
@@ -280,6 +281,7 @@ IN_LAYOUTS = [
 ]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("model", "size", "replicate"), IN_LAYOUTS)
 def test_every_family_in_every_layout_is_among_them(folders, size, replicate, model):
     case = Case(model, replicate, adapted=(list(MODELS).index(model) + size // 2 + replicate) % 2 == 0)
@@ -326,6 +328,7 @@ def holding(world: World, folder: str, case: Case, batch: Batch) -> Held:
     return Held(parts, mode.seen)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("size", "replicate"), [(2, 1), (4, 1), (4, 2)])
 def test_every_rank_holds_its_share_and_all_send_alike(folders, size, replicate):
     case, batch = Case("llama", replicate), batch_of(folders, "llama", 1, 5)
@@ -346,6 +349,7 @@ def test_every_rank_holds_its_share_and_all_send_alike(folders, size, replicate)
     assert all(f"{module}.weight" in found[0].parts for module in divided)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen2", "qwen3"])
 def test_dropout_is_the_same_on_ranks_that_share_a_row(folders, model):
     """Otherwise the adapters' whole parts would drift apart: every rank gathers its own."""
@@ -367,6 +371,7 @@ def references(world: World, folder: str, case: Case, batch: Batch) -> tuple[Ten
     return before, policy.reference(seen)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_the_reference_stays_the_model_as_it_was_loaded(folders, adapted):
     case, batch = Case("qwen3", adapted=adapted), batch_of(folders, "qwen3", 2, 7)
@@ -404,6 +409,7 @@ def onward(policy: FSDPPolicy, batch: Batch) -> list[dict[str, Tensor]]:
 
 
 # A checkpoint of adapters is divided as one of weights is: it is resumed everywhere among the slow tests.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapted", "everywhere"), [(False, True), (True, False), pytest.param(True, True, marks=pytest.mark.slow)]
 )

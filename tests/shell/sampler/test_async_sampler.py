@@ -431,6 +431,7 @@ AFRESH = Trained(torch.linspace(-1.0, 1.0, WORDS).double(), AT_THE_START, [], []
 GATHERS = {"every": None, "dynamic": partial(group_sampling.dynamic, max_gen_batches=3)}
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", list(GATHERS))
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_training_goes_on_exactly(name, max_staleness):
@@ -728,6 +729,7 @@ print("begun", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_thread_that_hangs_does_not_keep_the_process():
     with subprocess.Popen([sys.executable, "-c", HANGING], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout.readline() == "begun\n"

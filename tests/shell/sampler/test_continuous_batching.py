@@ -183,6 +183,7 @@ def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
 
 # Tracing alone shows what has to be built how often; building the code of all parts takes minutes. A family is traced
 # for so many of the shapes in compiled_decoding.ASKED: a size that changes has its parts traced anew, for seconds.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "choice", "families"),
     [

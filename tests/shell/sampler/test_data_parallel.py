@@ -246,6 +246,7 @@ AGAIN = Plan("grpo", prompts=3, minibatches=1, epochs=1, micro_tokens=50, dynami
 PLANS = {"even": EVEN, "odd": ODD, "few": FEW, "adapted": LOW, "dynamic": AGAIN}
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", list(PLANS))
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_same_seed_makes_the_same_run_on_any_number_of_ranks(folder, name, turned):

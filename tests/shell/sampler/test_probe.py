@@ -46,6 +46,7 @@ def test_the_same_weights_pass(name):
     assert 0 <= figures["engine/probe_gap_mean"] <= figures["engine/probe_gap_max"] < 1e-4
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(name=st.sampled_from(list(MODELS)), place=st.integers(0, 99), by=st.sampled_from([0.3, -0.5]))
 def test_one_weight_left_behind_is_noticed(name, place, by):
@@ -115,6 +116,7 @@ def draws_of_the_first(kept: int, logits: Tensor, u: Tensor) -> tuple[Tensor, Te
     return token, logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_tokens_that_are_never_drawn_are_noticed(name):
     same = model(name)

@@ -110,6 +110,7 @@ LONG = [  # several parts; a window over several, capped; several tiles of queri
 ]
 
 
+@pytest.mark.slow
 @COSTLY
 @given(steps())
 @example(LONG[0])
@@ -122,6 +123,7 @@ def test_the_kernel_is_the_matrix_products(kernel: ModuleType, step: Step) -> No
     torch.testing.assert_close(got.float(), wanted, rtol=0, atol=BOUND[step.dtype])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("step", LONG)
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(kernel: ModuleType, step: Step) -> None:
     columns = max(row[1] for row in step.rows if row) + step.spare

@@ -130,6 +130,7 @@ def test_every_row_is_the_plain_loops(name, asked, group_size, max_rows, answer_
     assert_as_alone(s, asked, group_size, rollout)
 
 
+@pytest.mark.slow
 def test_every_limit_ends_some_row() -> None:
     asked = ["a", "aT 7\n", "7 7 7", "T é a7"]
     found: list[str] = []

@@ -162,6 +162,7 @@ def test_a_request_says_all_that_decides_the_tokens(two):
     assert sent == {"token_ids": [3, 1], "sampling_params": params}
 
 
+@pytest.mark.slow_after(13)
 @pytest.mark.parametrize("fault", [500, "drop", "hang", "die"])
 @pytest.mark.parametrize("path", SWAP)
 def test_a_server_that_fails_in_a_push_is_out_and_comes_back_with_the_new_weights(two, path, fault):
