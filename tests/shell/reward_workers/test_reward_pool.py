@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from functools import partial
 
 import numpy as np
@@ -356,7 +355,7 @@ import sys
 from test_reward_pool import RewardPool, asked, obeys
 with RewardPool(workers=2, timeout_per_completion=60.0, memory_mb=1024, stop_on_error=True) as pool:
     print("up", flush=True)
-    pool.score(obeys, *asked("sleep", "fine"))
+    pool.score(obeys, *asked("sleep", "fine"), should_stop=lambda: print("waiting", flush=True))
 """
 
 
@@ -364,7 +363,7 @@ def test_workers_die_with_their_parent_idle_or_busy():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=env)
     assert parent.stdout.readline() == b"up\n"
-    time.sleep(1.5)  # one worker is asleep in a row, the other one waits
+    assert [parent.stdout.readline() for _ in range(3)] == [b"waiting\n"] * 3  # one worker is asleep in a row by now
     workers = psutil.Process(parent.pid).children()
     assert len(workers) == 2
     parent.kill()
