@@ -31,6 +31,17 @@ def source(name: str) -> Markup:
     return Markup(FILES.get_source(ENVIRONMENT, name)[0])
 
 
+REPORT_STYLE = """<style>
+body { max-width: 78rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 1rem; }
+figure { margin: 0; } figcaption { font-weight: 600; } figcaption span { font-weight: 400; color: var(--soft); }
+svg { width: 100%; height: auto; } .legend, .none { font-size: 12px; color: var(--soft); }
+td, th { text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); overflow-wrap: break-word; }
+td:has(.long) { overflow-wrap: anywhere; }
+.wide { overflow-x: auto; } .long { max-height: 14rem; overflow-y: auto; min-width: 16rem; }
+</style>"""
+
+
 def html_page(title: str, sections: Sequence[str]) -> str:
     """The whole page; the sections are HTML."""
     return template("document.html.j2").render(
@@ -41,6 +52,18 @@ def html_page(title: str, sections: Sequence[str]) -> str:
 def html_section(title: str, note: str, *parts: str) -> str:
     """A heading, a paragraph that says how to read what follows, and that, which is HTML."""
     return PIECES.section(title, note, [Markup(part) for part in parts])
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide: int | None = None) -> str:
+    """Cells of HTML under a row of names; the column `wide` takes the width that is left."""
+    widths = "".join(
+        f"<col{' style=' + chr(34) + 'width:50%' + chr(34) if i == wide else ''}>" for i in range(len(head))
+    )
+    lines = ["".join(f"<th>{escape_text(name)}</th>" for name in head)]
+    lines += ["".join(f"<td>{value}</td>" for value in row) for row in rows]
+    full = ' style="width:100%"' if wide is not None else ""
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="wide"><table{full}><colgroup>{widths}</colgroup>\n{body}\n</table></div>'
 
 
 def push_attributes(x: float, classes: str) -> Markup:

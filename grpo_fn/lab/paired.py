@@ -10,7 +10,7 @@ from itertools import accumulate
 from statistics import fmean, variance
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
 CONFIDENCE = 0.95  # of the intervals over seeds
 ROUNDING = 2.0**-40  # of the values: a difference that is no larger is none
@@ -44,12 +44,11 @@ def paired_bootstrap(gained: int, lost: int, n: int) -> tuple[float, float]:
 
 def _largest(gained: int, lost: int, n: int) -> int:
     """The largest s with P(S >= s) > 0.025."""
-    turn = torch.arange(2 * n + 1, dtype=torch.float64) * (2 * torch.pi / (2 * n + 1))
-    x = torch.polar(torch.ones_like(turn), turn)
+    x = np.exp(2j * np.pi / (2 * n + 1) * np.arange(2 * n + 1))
     transform = ((lost * x.conj() + (n - gained - lost) + gained * x) / n) ** n
-    chance = torch.fft.fft(transform).real / (2 * n + 1)  # of s = 0, 1, ..., n, -n, ..., -1
-    falling = chance.roll(n).flip(0).cumsum(0)  # P(S >= s) for s = n, n-1, ..., -n
-    return n - int((falling > 0.025).nonzero()[0])
+    chance = np.fft.fft(transform).real / (2 * n + 1)  # of s = 0, 1, ..., n, -n, ..., -1
+    falling = np.roll(chance, n)[::-1].cumsum()  # P(S >= s) for s = n, n-1, ..., -n
+    return n - int(np.argmax(falling > 0.025))
 
 
 class PairedDifference(NamedTuple):

@@ -101,7 +101,7 @@ def test_every_run_file_opens_with_what_it_shows_the_command_the_result_and_the_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [["-P", "-m", "grpo_fn.run"], ["tools/sweep", "--out", "S", "--grid", "SEED=0"]])
+@pytest.mark.parametrize("program", [["grpo_fn.run"], ["grpo_fn.lab.sweep", "--out", "S", "--grid", "SEED=0"]])
 def test_a_module_in_the_working_folder_is_found_by_every_program(program: list[str], tmp_path: Path) -> None:
     """`-P` is how a console script begins: without the working folder."""
     (tmp_path / "mine.py").write_text("def reward(problem, completion):\n    return 1.0\n")
@@ -109,8 +109,7 @@ def test_a_module_in_the_working_folder_is_found_by_every_program(program: list[
         "from __gin__ import dynamic_registration\nimport mine\nfrom grpo_fn.rewards import combine\n"
         'include "run/arithmetic.gin"\ncombine.combine.parts = [@mine.reward]\ncombine.combine.weights = [1.0]\n'
     )
-    script = [str(PROJECT / word) if word.startswith("tools/") else word for word in program]
-    argv = [sys.executable, *script, "--gin_file", "mine.gin", "--dry_run"]
+    argv = [sys.executable, "-P", "-m", *program, "--gin_file", "mine.gin", "--dry_run"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "mine.reward" in done.stdout or "SEED=0" in done.stdout

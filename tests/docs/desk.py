@@ -22,6 +22,7 @@ HUB = re.compile(r"[A-Z]\w*/[\w.-]+")  # a name of the model hub
 # Words that stand for others wherever they are an argument.
 GIVEN = {
     "N": "2",
+    "40": "1",  # the last step of the tutorial
     "P": "RUN/checkpoints/step_4",
     "FILE": "trl.yaml",
     "+N": "+2",

@@ -16,12 +16,9 @@ from docs import desk, doing
 # Flags that make a tool small, after the page's, which they win over. No tool is without a line.
 TOOLS = {
     "tools/tables": ["--check"],
-    "tools/compare.py": [],
     "tools/export.py": [],
     "tools/import_config": [],
     "tools/make_tiny_model.py": [],
-    "tools/report": [],
-    "tools/sweep": [],
     "experiments/vmap_sweep/idea.py": ["--policies", "2", "--rows", "2", "--repeats", "1"],
 }
 # Tools whose work is not for here: their own parser reads the flags.
@@ -29,7 +26,6 @@ PARSED = {
     "tools/bench": "measures for minutes, some of it in programs of its own; tests/tools/test_bench.py runs it",
     "tools/device_check": "wants a GPU; a test of its own runs its small form",
     "tools/import_config/compare_trl.py": "wants TRL's environment; tests/tools/test_compare_trl.py runs it",
-    "tools/pair": "starts runs of its own; tests/tools/test_pair.py runs it",
     "tools/resume_check.py": "starts runs of its own; tests/tools/test_resume_check.py runs it",
 }
 BROWSER = ("tests/browser/screenshot.py", "tests/browser/tensorboard_page.py")
@@ -99,6 +95,10 @@ def as_it_is(argv: list[str], place: Place) -> list[str]:
     return argv
 
 
+def dry_run(argv: list[str], place: Place) -> list[str]:
+    return [*argv, "--dry_run"]
+
+
 def one_worker(argv: list[str], place: Place) -> list[str]:
     return [*argv, "--workers", "1"]
 
@@ -136,8 +136,6 @@ def script(argv: Sequence[str], place: Place, site: Site) -> None:
     else:
         assert name in TOOLS, f"no rule for {name}: tests/docs/rules.py wants a line in TOOLS or PARSED"
         small = [*given, *TOOLS[name]]
-        if "--trials" in given:
-            small += ["--trials", "1"]
         well(forked(doing.start, [name, *small], things=place.things, site=site), " ".join([name, *small]))
 
 
@@ -241,6 +239,10 @@ MODULES = {
     "grpo_fn.redteam": ours(few_problems),
     "grpo_fn.replay": ours(as_it_is),
     "grpo_fn.lab.lens": ours(as_it_is),
+    "grpo_fn.lab.compare": ours(as_it_is),
+    "grpo_fn.lab.report": ours(as_it_is),
+    "grpo_fn.lab.sweep": ours(dry_run),  # tests/lab starts trials
+    "grpo_fn.lab.pair": ours(dry_run),
     "grpo_fn.doctor": ours(as_it_is, (0, 1, 2)),  # what it finds is the machine's affair
     "pytest": pytest_module,
     "vllm.entrypoints.launchers.api_server.entry": model_folder,

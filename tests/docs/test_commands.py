@@ -165,7 +165,7 @@ def test_a_command_is_found_wherever_it_stands(
         ("python -m no_such", "no rule for python -m no_such"),
         ("python -m grpo_fn.run --gin_flie run/arithmetic.gin", "ended with 2"),
         ("python -m grpo_fn.run --gin_file run/no_such.gin", "ended with 2"),
-        ("python tools/sweep --out x --girds SEED=0", "ended with 2"),
+        ("python -m grpo_fn.lab.sweep --out x --girds SEED=0", "ended with 2"),
         ("pip install -e '.[no_such]'", "wanted extras of"),
         ("pip install 'torch==1.0.*'", "wanted torch"),
         ("kubectl patch job no_such -p '{\"spec\":{}}'", "no_such"),

@@ -18,9 +18,6 @@ LITERAL = re.compile(
 PAGES = [
     *(ROOT / "grpo_fn" / "lab").glob("*.py"),
     *(ROOT / "grpo_fn" / "lab" / "html").iterdir(),
-    *(ROOT / "tools" / "report").glob("*.py"),
-    *(ROOT / "tools" / "sweep").glob("*.py"),
-    ROOT / "tools" / "compare.py",
 ]
 
 

@@ -13,10 +13,6 @@ from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
-import sweep as tool
-import sweep_runner
-import sweep_spec
-import sweep_table
 from e2e.running import SMALL, TESTS, Forked, metrics
 from hypothesis import given
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -28,9 +24,10 @@ from experiments.vmap_sweep.test_idea import (
     test_policies_that_differ_go_different_ways as test_policies_that_differ_go_different_ways,
 )
 from grpo_fn.core.display_text import escape_control
+from grpo_fn.lab import sweep as tool
+from grpo_fn.lab import trials as running
 from grpo_fn.lab.paired import paired_difference
 
-TOOL = Path(tool.__file__).parent
 BASE = ["--gin_file", "run/arithmetic.gin", "--gin_file", str(SMALL)]
 
 
@@ -44,8 +41,8 @@ def read(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
-def trials(*flags: str) -> list[sweep_spec.Trial]:
-    return sweep_spec.wanted(tool.flags().parse_args(["--gin_file", "f", "--out", "o", *flags]))
+def trials(*flags: str) -> list[running.Trial]:
+    return tool.sweep_trials(tool.flags().parse_args(["--gin_file", "f", "--out", "o", *flags]))
 
 
 @pytest.fixture(autouse=True)
@@ -71,13 +68,13 @@ def test_a_grid_is_every_pair_once(rates, seeds) -> None:
 @given(st.lists(words, min_size=1, max_size=5))
 def test_commas_within_brackets_and_quotes_do_not_part_a_value(parts) -> None:
     values = [f"({part}, [{part},1])" for part in parts] + ["'a,b'"]
-    assert sweep_spec.split(",".join(values)) == values
+    assert tool.split_values(",".join(values)) == values
 
 
-@given(st.integers(1, 6), st.integers(0, 3))
-def test_a_wider_search_has_the_trials_of_the_narrower_one(count, seed) -> None:
+@given(st.integers(1, 6))
+def test_a_wider_search_has_the_trials_of_the_narrower_one(count) -> None:
     flags = ["--random", "a.b.c=loguniform(1e-4,1e-1)", "--random", "a.b.d=choice(x,(1,2))", "--grid", "SEED=0,1"]
-    narrow, wide = (trials(*flags, "--draw_seed", str(seed), "--trials", str(n)) for n in (count, count + 3))
+    narrow, wide = (trials(*flags, "--trials", str(n)) for n in (count, count + 3))
     assert [one.name for one in narrow] == [one.name for one in wide][: len(narrow)]
     assert len(narrow) == 2 * count
 
@@ -86,13 +83,13 @@ def test_a_wider_search_has_the_trials_of_the_narrower_one(count, seed) -> None:
 def test_draws_stay_within_their_bounds(low, times, seed) -> None:
     high = low * times
     for kind in ("uniform", "loguniform"):
-        assert low * 0.999 <= float(sweep_spec.draw(f"{kind}({low!r},{high!r})", seed)) <= high * 1.001
-    assert int(sweep_spec.draw("integer(-3,4)", seed)) in range(-3, 5)
-    assert sweep_spec.draw("choice(@a.b, [1,2])", seed) in ("@a.b", "[1,2]")
+        assert low * 0.999 <= float(tool.draw_value(f"{kind}({low!r},{high!r})", seed)) <= high * 1.001
+    assert int(tool.draw_value("integer(-3,4)", seed)) in range(-3, 5)
+    assert tool.draw_value("choice(@a.b, [1,2])", seed) in ("@a.b", "[1,2]")
 
 
 def test_a_loguniform_draw_has_its_logarithm_spread_evenly() -> None:
-    drawn = [float(sweep_spec.draw("loguniform(1e-4,1e-2)", str(i))) for i in range(400)]
+    drawn = [float(tool.draw_value("loguniform(1e-4,1e-2)", str(i))) for i in range(400)]
     assert 0.4 < sum(x < 1e-3 for x in drawn) / 400 < 0.6
 
 
@@ -128,9 +125,9 @@ def test_a_dry_run_names_the_trials_and_makes_nothing(tmp_path, capsys) -> None:
 # What is made of the results ------------------------------------------------------------------------------------------
 
 
-def outcomes(values: dict[tuple[str, str], float]) -> list[sweep_table.Outcome]:
+def outcomes(values: dict[tuple[str, str], float]) -> list[tool.TrialOutcome]:
     return [
-        sweep_table.Outcome(sweep_spec.trial({"lr": rate, "SEED": seed}), "done" if value == value else "failed", value)
+        tool.TrialOutcome(tool.sweep_trial({"lr": rate, "SEED": seed}), "done" if value == value else "failed", value)
         for (rate, seed), value in values.items()
     ]
 
@@ -140,7 +137,7 @@ scores = st.floats(0.0, 1.0) | st.just(float("nan"))
 
 @given(st.dictionaries(st.tuples(st.sampled_from("abc"), st.sampled_from("0123")), scores, min_size=1), st.booleans())
 def test_a_setting_is_its_seeds_together_and_the_best_comes_first(values, lowest) -> None:
-    found = sweep_table.settings(outcomes(values), lowest)
+    found = tool.settings_by_score(outcomes(values), lowest)
     for one in found:
         mine = [v for (rate, _), v in values.items() if rate == one.values["lr"]]
         assert sorted(one.scores) == sorted(v for v in mine if v == v)
@@ -153,7 +150,7 @@ def test_a_setting_is_its_seeds_together_and_the_best_comes_first(values, lowest
 
 def test_settings_that_share_seeds_are_compared_over_those(tmp_path) -> None:
     values = {("a", "0"): 0.5, ("a", "1"): 0.9, ("a", "2"): 0.7, ("b", "1"): 0.8, ("b", "2"): 0.5, ("c", "7"): 0.1}
-    text = sweep_table.report(tmp_path, outcomes(values), "eval/accuracy", False)
+    text = tool.sweep_report(tmp_path, outcomes(values), "eval/accuracy", False)
     first, second, third = read(tmp_path / "table.csv")
     wanted = paired_difference([0.9, 0.7], [0.8, 0.5])
     assert (first["lr"], first["pairs"], first["to first"]) == ("a", "", "")
@@ -161,16 +158,16 @@ def test_settings_that_share_seeds_are_compared_over_those(tmp_path) -> None:
     assert second["95 %"] == f"{wanted.low:+.3g} to {wanted.high:+.3g}"
     assert second["worth"] == f"{wanted.worth:.3g}"
     assert (third["lr"], third["pairs"]) == ("c", "")
-    assert sweep_table.PAIRED in text
-    assert sweep_table.PAIRED in (tmp_path / "table.md").read_text()
+    assert tool.PAIRED in text
+    assert tool.PAIRED in (tmp_path / "table.md").read_text()
     alone = {key: value for key, value in values.items() if key[0] != "b"}
-    assert sweep_table.PAIRED not in sweep_table.report(tmp_path, outcomes(alone), "eval/accuracy", False)
+    assert tool.PAIRED not in tool.sweep_report(tmp_path, outcomes(alone), "eval/accuracy", False)
 
 
 @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12))
 def test_a_cell_of_the_markdown_table_reads_as_its_text(text) -> None:
     """Without character entities of its own, on one line, and rendered as the text alone."""
-    cell = sweep_table.markdown_cell(text)
+    cell = running.plain_or_code(text)
     wanted = escape_control(text).replace("\n", "\\n")
     assert "\n" not in cell
     assert len(re.findall(r"(?<!\\)\|", cell)) == 0
@@ -180,7 +177,7 @@ def test_a_cell_of_the_markdown_table_reads_as_its_text(text) -> None:
 
 def test_the_markdown_table_is_readable_as_it_stands() -> None:
     rows = [{"optimizer.adamw.lr": "3e-6", "a.b": "'x & <b> | y'", "n": 2, "mean": "0.51"}]
-    assert sweep_table.table_markdown(rows).splitlines() == [
+    assert running.table_markdown(rows).splitlines() == [
         "| optimizer.adamw.lr | a.b | n | mean |",
         "| --- | --- | --- | --- |",
         "| 3e-6 | `'x & <b> \\| y'` | 2 | 0.51 |",
@@ -195,7 +192,7 @@ def test_trials_run_beside_one_another_a_failure_stops_none_and_a_second_call_re
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trials are forked; those of the next test are what the tool itself starts."""
-    monkeypatch.setattr(sweep_runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
+    monkeypatch.setattr(running, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
     cache, out = tmp_path / "models", tmp_path / "sweep"  # other tests count the models in theirs
     cache.mkdir()
     flags = [
@@ -250,7 +247,7 @@ def test_trials_run_beside_one_another_a_failure_stops_none_and_a_second_call_re
 def test_sigterm_reaches_the_trials_and_the_same_command_goes_on(cache: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     flags = ["--grid", "SEED=0", "--gin_param", "STEPS=60", "--gin_param", "sections.Checkpoints.every=400"]
-    command = [sys.executable, str(TOOL), *argv(cache, out, *flags)]
+    command = [sys.executable, "-m", "grpo_fn.lab.sweep", *argv(cache, out, *flags)]
     with open(tmp_path / "out", "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file)
     try:

@@ -7,7 +7,22 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plots import BOTTOM, HEIGHT, LEFT, POINTS, RIGHT, TOP, WIDTH, Line, legend, plot, stacked, thinned, ticks
+
+from grpo_fn.lab.plots import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    POINTS,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Line,
+    axis_ticks,
+    legend,
+    stacked_bars,
+    svg_plot,
+    thin_line,
+)
 
 numbers = st.floats(width=64) | st.integers(-1000, 1000).map(float)
 names = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), max_size=9)
@@ -29,7 +44,7 @@ def points(element: ET.Element) -> list[tuple[float, float]]:
 
 @given(names, st.lists(numbers, min_size=1, max_size=40))
 def test_every_finite_number_has_a_dot_inside_the_axes(name: str, values: list[float]) -> None:
-    svg = plot([Line(name, "#123456", steps(len(values)), values)], label=name)
+    svg = svg_plot([Line(name, "#123456", steps(len(values)), values)], label=name)
     known = [(x, y) for x, y in zip(steps(len(values)), values, strict=True) if math.isfinite(y)]
     if not known:
         assert "not measured" in svg
@@ -44,7 +59,7 @@ def test_every_finite_number_has_a_dot_inside_the_axes(name: str, values: list[f
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=30))
 def test_a_larger_number_is_never_lower(values: list[float]) -> None:
-    dots = drawn(plot([Line("a", "#000", steps(len(values)), values)], label="a"))["circle"]
+    dots = drawn(svg_plot([Line("a", "#000", steps(len(values)), values)], label="a"))["circle"]
     places = sorted((y, -float(dot.attrib["cy"])) for y, dot in zip(values, dots, strict=True))
     heights = [height for _, height in places]
     assert all(after >= before - 0.11 for before, after in pairwise(heights))
@@ -52,7 +67,7 @@ def test_a_larger_number_is_never_lower(values: list[float]) -> None:
 
 def test_a_number_that_is_missing_leaves_a_gap_and_an_interval_is_an_area() -> None:
     y = [1.0, 2.0, math.nan, 3.0]
-    found = drawn(plot([Line("a", "#000", steps(4), y, [v - 1 for v in y], [v + 1 for v in y])], label="a"))
+    found = drawn(svg_plot([Line("a", "#000", steps(4), y, [v - 1 for v in y], [v + 1 for v in y])], label="a"))
     assert [len(points(piece)) for piece in found["polyline"]] == [2, 1]
     assert [len(points(area)) for area in found["polygon"]] == [4, 2]
     first = points(found["polygon"][0])
@@ -64,7 +79,7 @@ def test_a_number_that_is_missing_leaves_a_gap_and_an_interval_is_an_area() -> N
 )
 def test_ticks_are_few_ordered_and_inside(a: float, b: float, whole: bool) -> None:
     low, high = min(a, b), max(a, b)
-    found = ticks(low, high, whole=whole)
+    found = axis_ticks(low, high, whole=whole)
     assert 1 <= len(found) <= 12
     assert found == sorted(found)
     slack = (high / 2 - low / 2) * 1e-6
@@ -73,12 +88,12 @@ def test_ticks_are_few_ordered_and_inside(a: float, b: float, whole: bool) -> No
 
 @pytest.mark.parametrize(("low", "high", "wanted"), [(0.0, 1.0, 6), (0.0, 30.0, 4), (-5e-8, 1e-7, 4), (2.0, 2.0, 1)])
 def test_ticks_are_round(low: float, high: float, wanted: int) -> None:
-    assert len(ticks(low, high, whole=False)) == wanted
+    assert len(axis_ticks(low, high, whole=False)) == wanted
 
 
 @given(st.integers(POINTS + 1, 5 * POINTS))
 def test_a_long_line_keeps_its_mean_and_few_points(count: int) -> None:
-    line = thinned(Line("a", "#000", steps(count), [float(i % 7) for i in range(count)]))
+    line = thin_line(Line("a", "#000", steps(count), [float(i % 7) for i in range(count)]))
     assert len(line.x) == len(line.y) <= POINTS
     assert min(line.y) >= 0
     assert max(line.y) <= 6
@@ -87,7 +102,7 @@ def test_a_long_line_keeps_its_mean_and_few_points(count: int) -> None:
 
 def test_names_are_text_and_bars_are_as_long_as_their_share() -> None:
     assert "<b>" not in legend({"<b>": "#000"})
-    bar = stacked(
+    bar = stacked_bars(
         {"train": 3.0, "score": 1.0, "none": 0.0}, dict.fromkeys(("train", "score", "none"), "#000"), full=8.0
     )
     assert "width:37.50%" in bar

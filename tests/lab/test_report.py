@@ -7,12 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-import report as tool
-import report_runs
 from e2e.running import metrics
 
 from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.problem import Turn
+from grpo_fn.lab import report as tool
 from grpo_fn.shell.logging import rollout_store
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\ud800 | ![x](http://example.com/t.png)"
@@ -217,21 +216,20 @@ def test_no_control_character_of_a_sample_a_warning_or_a_name_is_on_the_page(
 
 
 def test_samples_are_those_with_the_largest_and_smallest_advantages(whole: Path, tmp_path: Path) -> None:
-    step, rows = report_runs.newest_samples(whole / "rollouts")
-    found = [float(row["advantage"]) for row in made([whole], tmp_path, "--samples", "5").under("prompt")]
+    step, rows = tool.newest_samples(whole / "rollouts")
+    found = [float(row["advantage"]) for row in made([whole], tmp_path).under("prompt")]
     adv = sorted((row["advantage"] for row in rows), reverse=True)
     assert step == 6
-    assert found == pytest.approx([*adv[:3], *adv[-2:]], abs=1e-3)
-    assert "prompt" not in [row[0] for row in made([whole], tmp_path, "--samples", "0").rows]
+    assert found == pytest.approx([*adv[:2], *adv[-2:]], abs=1e-3)
 
 
 def test_of_an_episode_every_turn_is_shown() -> None:
     long = "x" * (tool.SHOWN + 7)
     turns = [Turn("a tool", 1, long, 0.0, "s")._asdict(), Turn("the end", 1, "", 1.0, "t")._asdict()]
-    assert tool.written({"text": "the end", "turns": turns}) == (
+    assert tool.written_text({"text": "the end", "turns": turns}) == (
         f"a tool\n> {'x' * tool.SHOWN}… (7 more characters)\nthe end"
     )
-    assert tool.written({"text": "the end"}) == "the end"
+    assert tool.written_text({"text": "the end"}) == "the end"
 
 
 def test_a_run_that_has_only_begun_has_a_page(whole: Path, tmp_path: Path) -> None:
@@ -268,7 +266,6 @@ def _hold(lock: Path, ready, done) -> None:
     [
         (["nowhere"], "got nowhere without run.json, wanted a run folder"),
         (["RUN", "RUN"], "got 2 runs of which some are the same, wanted each once"),
-        (["RUN", "--samples", "-1"], "--samples: got -1, wanted at least 0"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -283,7 +280,7 @@ def test_bad_input_is_one_line(
 def test_a_broken_line_inside_is_refused_and_a_torn_last_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0, "a": null}\n{"st')
-    assert [row["step"] for row in report_runs.read_metrics(tmp_path)] == [0.0]
+    assert [row["step"] for row in tool.metric_lines(tmp_path)] == [0.0]
     path.write_bytes(b'{"step": 0}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: got .*, wanted a JSON object with a step"):
-        report_runs.read_metrics(tmp_path)
+        tool.metric_lines(tmp_path)

@@ -1,35 +1,20 @@
-"""tools/compare.py compares runs on the same problems and on no others, and says what flipped."""
+"""Evaluations are compared on the same problems and on no others, and says what flipped."""
 
 import json
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from e2e.running import TESTS
 from hypothesis import given
 
+from grpo_fn.lab import compare
 from grpo_fn.lab.paired import mcnemar, paired_bootstrap, paired_difference
+from grpo_fn.lab.trials import code_span
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.trainer.evaluation import wilson
-
-TOOL = TESTS.parent / "tools" / "compare.py"
-
-
-def loaded() -> ModuleType:
-    spec = spec_from_file_location("compare", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-compare = loaded()
 
 
 def row(uid: int, score: float | None, **changed: Any) -> dict[str, Any]:
@@ -94,13 +79,13 @@ def test_changes_are_counted_where_both_could_be_scored_and_are_symmetric(pairs)
     if not known:
         return
     before, after = ({key: pair[side] for key, pair in known.items()} for side in (0, 1))
-    there, back = compare.change(before, after), compare.change(after, before)
+    there, back = compare.count_flips(before, after), compare.count_flips(after, before)
     assert set(there.gained) == {key for key, pair in known.items() if pair == (False, True)} == set(back.lost)
     assert set(there.lost) == {key for key, pair in known.items() if pair == (True, False)} == set(back.gained)
     assert there.p == back.p == mcnemar(len(there.gained), len(there.lost))
     assert (there.low, there.high) == (-back.high, -back.low)
     assert (there.low, there.high) == paired_bootstrap(len(there.gained), len(there.lost), len(known))
-    same = compare.change(before, before)
+    same = compare.count_flips(before, before)
     assert (same.gained, same.lost, same.low, same.high, same.p) == ([], [], 0.0, 0.0, 1.0)
 
 
@@ -119,7 +104,7 @@ def test_the_table_and_the_flips(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert lines[7].endswith("3 gained, 1 lost")
     flips = [cells(line.replace("\\|", "/")) for line in lines[11:]]
     assert [line[:2] for line in flips] == [["gained", "1"], ["gained", "2"], ["gained", "3"], ["lost", "5"]]
-    assert flips[0][2:] == ["`question 1`", "`1`", "`so 7`", "`7/8`"]
+    assert flips[0][2:] == ["question 1", "1", "so 7", "`7/8`"]
     shortened = said(capsys, one, two, "--max_rows", 1).splitlines()
     assert shortened[-1] == "and 3 more (--max_rows 4)"
     assert "question" not in said(capsys, one, two, "--max_rows", 0)
@@ -206,14 +191,16 @@ def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_the_command_prints_markdown(tmp_path: Path) -> None:
     one, two = evaluated(tmp_path / "one", [1.0, 0.0]), evaluated(tmp_path / "two", [0.0, 1.0])
-    done = subprocess.run([sys.executable, str(TOOL), str(one), str(two)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_fn.lab.compare", str(one), str(two)], capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("2 problems\n\n| run | accuracy |")
 
 
 @given(st.text())
 def test_a_cell_is_one_line_and_does_nothing(text):
-    span = compare.code(text)
+    span = code_span(compare.one_line(text))
     assert span.isprintable()
     assert "|" not in span.replace("\\|", "")
     fence = span[: len(span) - len(span.lstrip("`"))]

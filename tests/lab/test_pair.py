@@ -6,13 +6,11 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-import pair as tool
-import pair_report
-import pair_spec
 import pytest
-import sweep_runner
 from e2e.running import SMALL, TESTS, Forked, metrics
 
+from grpo_fn.lab import pair as tool
+from grpo_fn.lab import trials
 from grpo_fn.lab.paired import paired_difference
 from grpo_fn.shell.logging import rollout_store
 
@@ -123,7 +121,7 @@ def finished(out: Path, name: str, seed: str) -> None:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    asked = pair_spec.Pairing(
+    asked = tool.Pairing(
         arms={name: f"{name}.gin" for name in FIGURES},
         gin_files=[],
         gin_params=[],
@@ -134,7 +132,7 @@ def out(tmp_path: Path) -> Path:
     for name, seeds in FIGURES.items():
         for seed in seeds:
             finished(tmp_path, name, seed)
-    pair_spec.spec(tmp_path).write_text(json.dumps(vars(asked)))
+    (tmp_path / tool.SPEC).write_text(json.dumps(vars(asked)))
     return tmp_path
 
 
@@ -172,9 +170,9 @@ def test_a_metric_that_no_pair_has_and_a_folder_without_pairs_are_named(out, cap
 
 
 def test_the_steps_of_a_table_are_few_and_have_both_ends() -> None:
-    assert pair_report.shown_steps({3, 1, 2}) == [1, 2, 3]
-    found = pair_report.shown_steps({*range(0, 500, 5)})
-    assert (len(found), found[0], found[-1]) == (pair_report.SHOWN, 0, 495)
+    assert tool.spread_steps({3, 1, 2}) == [1, 2, 3]
+    found = tool.spread_steps({*range(0, 500, 5)})
+    assert (len(found), found[0], found[-1]) == (tool.SHOWN_STEPS, 0, 495)
 
 
 # -- the runs
@@ -184,7 +182,7 @@ def test_the_steps_of_a_table_are_few_and_have_both_ends() -> None:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(sweep_runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
+    monkeypatch.setattr(trials, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
 
 
 @pytest.mark.slow

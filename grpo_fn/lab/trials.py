@@ -1,0 +1,228 @@
+"""Trials: runs of `python -m grpo_fn.run` in one folder, some at a time and stopped together, and tables about them."""
+
+import argparse
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from grpo_fn.command_line import add_gin_flags
+from grpo_fn.core.display_text import escape_control
+
+STOPPED, UNHEALTHY = 75, 76
+INTERRUPTED = (STOPPED, -signal.SIGTERM)  # a trial without its signal handlers yet has nothing to save
+POLL = 0.2  # seconds between looks at the running trials
+GRACE = 600.0  # seconds that a trial has for saving after its SIGTERM
+PLAIN = r"(?:[\w.,%+-]+(?: [\w.,%+-]+)*)?"  # text in which no markup acts, but for underscores
+TAIL = 12  # last lines shown of a trial that failed
+
+
+class Trial(NamedTuple):
+    """One run: what it binds on top of the files, as text."""
+
+    name: str
+    values: dict[str, str]
+
+
+def trial_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """The flags of every command that runs trials."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog=f"python -m {command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder of all trials")
+    add_gin_flags(parser, files="below every trial, as for grpo_fn.run", params="for every trial")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time; they share the cores")
+    parser.add_argument("--timeout", type=float, default=86400.0, metavar="SECONDS", help="for a trial (default a day)")
+    parser.add_argument("--dry_run", action="store_true", help="check and print the trials, start nothing")
+    parser.add_argument("--report", action="store_true", help="make the tables of what is there")
+    return parser
+
+
+def check_limits(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags of `trial_parser` with which nothing can run."""
+    if not args.gin_file:
+        raise ValueError("--gin_file: got none, wanted the file of the run")
+    if args.jobs < 1 or args.timeout <= 0:
+        raise ValueError(f"--jobs, --timeout: got {args.jobs}, {args.timeout}, wanted above 0")
+
+
+def run_flags(files: Sequence[str], bindings: Sequence[str]) -> list[str]:
+    """Gin files and bindings as flags of `python -m grpo_fn.run`."""
+    pairs = [("--gin_file", file) for file in files] + [("--gin_param", binding) for binding in bindings]
+    return [word for pair in pairs for word in pair]
+
+
+# -- the folder
+
+
+def open_trials(spec: Path) -> bool:
+    """Make the folder of trials that the file `spec` describes; whether the file is there already.
+
+    Raises ValueError for a folder with something else in it.
+    """
+    out = spec.parent
+    known = spec.exists()
+    if not known and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"got {out}, wanted a new folder or one with {spec.name}")
+    (out / "trials").mkdir(parents=True, exist_ok=True)
+    return known
+
+
+def trial_folder(out: Path, trial: Trial) -> Path:
+    """The run folder of a trial."""
+    return out / "trials" / trial.name
+
+
+def trial_output(out: Path, trial: Trial) -> Path:
+    """What the trial printed."""
+    return out / "trials" / f"{trial.name}.out"
+
+
+def trial_code(out: Path, trial: Trial) -> Path:
+    """Its exit code, once it has ended."""
+    return out / "trials" / f"{trial.name}.exit"
+
+
+def is_done(out: Path, trial: Trial) -> bool:
+    """Whether the trial has come to its end."""
+    return (trial_folder(out, trial) / "summary.json").exists()
+
+
+# -- running them
+
+
+class Running(NamedTuple):
+    """A trial that is being run."""
+
+    trial: Trial
+    process: subprocess.Popen
+    since: float
+
+
+class TrialRunner:
+    """Some trials at a time, until all have been run or a signal says stop.
+
+    `flags` are those of `python -m grpo_fn.run` for a trial, its run folder aside; `timeout` is a trial's, in seconds.
+    """
+
+    def __init__(
+        self, out: Path, trials: Sequence[Trial], flags: Callable[[Trial], list[str]], *, jobs: int, timeout: float
+    ) -> None:
+        self.out, self.flags, self.jobs, self.timeout = out, flags, jobs, timeout
+        self.left = [trial for trial in trials if not is_done(out, trial)]
+        self.running: list[Running] = []
+        self.stopped_at = math.inf  # when the first signal came
+
+    def work(self) -> bool:
+        """Run what is not done; whether a signal stopped it."""
+        before = {number: signal.signal(number, self._note_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            while self.running or (self.left and self.stopped_at == math.inf):
+                while self.left and self.stopped_at == math.inf and len(self.running) < self.jobs:
+                    self.running.append(self._start(self.left.pop(0)))
+                time.sleep(POLL)
+                self.running = [one for one in self.running if not self._over(one)]
+        finally:
+            for one in self.running:
+                one.process.kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self.stopped_at < math.inf
+
+    def _note_stop(self, number: int, frame: FrameType | None) -> None:
+        self.stopped_at = min(self.stopped_at, time.monotonic())
+
+    def _start(self, trial: Trial) -> Running:
+        """A trial in a process of its own, with its share of the cores; what it prints is added to NAME.out."""
+        threads = max(1, (os.cpu_count() or 1) // self.jobs)
+        trial_code(self.out, trial).unlink(missing_ok=True)
+        with open(trial_output(self.out, trial), "ab") as file:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "grpo_fn.run", *self.flags(trial)),
+                    *("--run_dir", str(trial_folder(self.out, trial))),
+                ],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={"OMP_NUM_THREADS": str(threads), **os.environ},
+                start_new_session=True,  # Ctrl-C is for us; we pass it on once
+            )
+        print(f"{trial.name}: started", file=sys.stderr, flush=True)
+        return Running(trial, process, time.monotonic())
+
+    def _over(self, one: Running) -> bool:
+        """Whether a trial has ended; prints how. One past its deadline gets SIGTERM, then SIGKILL."""
+        code, late = one.process.poll(), time.monotonic() - min(self.stopped_at, one.since + self.timeout)
+        if code is not None:
+            trial_code(self.out, one.trial).write_text(f"{code}\n")
+            print(f"{one.trial.name}: {ending(self.out, one.trial, code)}", file=sys.stderr, flush=True)
+            return True
+        if late > GRACE:
+            one.process.kill()
+        elif late > 0:
+            one.process.terminate()
+        return False
+
+
+def ending(out: Path, trial: Trial, code: int) -> str:
+    """How a trial ended, for people; with its last lines when it failed."""
+    if code == 0:
+        return "done"
+    if code in INTERRUPTED:
+        return "stopped; the same command goes on"
+    lines = trial_output(out, trial).read_text(errors="replace").splitlines()[-TAIL:]
+    what = "ended by a rule of health" if code == UNHEALTHY else f"failed with exit code {code}"
+    return "\n    ".join([f"{what}, see {trial_output(out, trial)}", *lines])
+
+
+# -- tables
+
+
+def column_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns of a table, in order of first appearance."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def table_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a markdown table that reads well unrendered, too: no character entities.
+
+    A cell that holds more than words and numbers is code, which no markup acts in; its bars are escaped.
+    """
+    columns = column_names(rows)
+    lines = [[plain_or_code(str(row.get(name, ""))) for name in columns] for row in rows]
+    shown = [[plain_or_code(name) for name in columns], ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
+
+
+def plain_or_code(text: str) -> str:
+    """A text as a cell of a markdown table: as it is where it is plain words and numbers, else as code."""
+    text = escape_control(text.encode("utf-8", "replace").decode()).replace("\n", "\\n")
+    return text if re.fullmatch(PLAIN, text) and not re.search(r"__|\b_|_\b", text) else code_span(text)
+
+
+def code_span(text: str) -> str:
+    """A line of text as code, in which no markup acts, in a table too; nothing of an empty one."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    pad = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{pad}{text}{pad}{fence}".replace("|", "\\|") if text else ""
+
+
+def plain_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows for a terminal."""
+    columns = column_names(rows)
+    lines = [columns, *([str(row.get(name, "")) for name in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
