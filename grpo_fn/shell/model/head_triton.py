@@ -7,10 +7,10 @@ Imported by `logprob_model.choose_head_kernels` where Triton is installed. In Tr
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn.shell.model.logprob_model import ChunkStats
+from grpo_fn.shell.model.logprob_model import ChunkStats, PlainKernels
 
 BLOCK = 4096  # logits that a program has in its registers at once: 16 for each of its threads
 WARPS = 8
@@ -73,50 +73,23 @@ def slope_rows(
     tl.store(out_ptr + row * columns + column, slope, mask=real)
 
 
-def fused_reduce(z: Float[Tensor, "n V"], target: Int[Tensor, "n"], *, temperature: float, block: int) -> ChunkStats:
-    """The statistics of a chunk's softmax(z / temperature), z read once and left as it is."""
-    n, vocabulary = z.shape
-    stats = ChunkStats(*(z.new_empty(n) for _ in ChunkStats._fields))
-    if n:
-        reduce_rows[(n,)](
-            z, target, stats.logp, stats.entropy, stats.top, stats.total, vocabulary, 1.0 / temperature,
-            BLOCK=block, num_warps=WARPS,
-        )  # fmt: skip
-    return stats
-
-
-def fused_slope(
-    z: Float[Tensor, "n V"],
-    target: Int[Tensor, "n"],
-    dlogp: Float[Tensor, "n"],
-    dentropy: Float[Tensor, "n"] | None,
-    stats: ChunkStats,
-    *,
-    temperature: float,
-    out: Float[Tensor, "n V"],
-    block: int,
-) -> Float[Tensor, "n V"]:
-    """dlogp onehot - p (dlogp + dentropy (log p + entropy)), into `out`, which may be z: one read, one write."""
-    n, vocabulary = z.shape
-    if n:
-        signals = (dlogp.contiguous(), dlogp if dentropy is None else dentropy.contiguous())
-        slope_rows[(n, triton.cdiv(vocabulary, block))](
-            z, out, target, *signals, stats.entropy, stats.top, stats.total, vocabulary, 1.0 / temperature,
-            BLOCK=block, WITH_ENTROPY=dentropy is not None, num_warps=WARPS,
-        )  # fmt: skip
-    return out
-
-
-class TritonKernels:
-    """The head's kernels by Triton, for logits in float32."""
+class TritonKernels(PlainKernels):
+    """The head's kernels by Triton, for logits in float32, which `reduce` leaves as they are."""
 
     def spare(self, buffer: Tensor) -> Tensor:
         """Nothing is needed beside the logits."""
         return buffer[:0]
 
     def reduce(self, z: Tensor, target: Tensor, *, temperature: float, spare: Tensor) -> ChunkStats:
-        """As `PlainKernels.reduce`; z stays as it is."""
-        return fused_reduce(z, target, temperature=temperature, block=BLOCK)
+        """In one read of z."""
+        n, vocabulary = z.shape
+        stats = ChunkStats(*(z.new_empty(n) for _ in ChunkStats._fields))
+        if n:
+            reduce_rows[(n,)](
+                z, target, stats.logp, stats.entropy, stats.top, stats.total, vocabulary, 1.0 / temperature,
+                BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+        return stats
 
     def logp(self, z: Tensor, target: Tensor, *, temperature: float, spare: Tensor) -> Float[Tensor, "n"]:
         """By the same kernel as beside entropies, which cost nothing where the read of z does."""
@@ -134,7 +107,13 @@ class TritonKernels:
         fresh: bool,
         dtype: torch.dtype,
     ) -> Float[Tensor, "n V"]:
-        """As `PlainKernels.slope`; in place of fresh logits where the dtype is theirs."""
+        """In one read and one write; in place of fresh logits where the dtype is theirs."""
+        n, vocabulary = z.shape
         out = z if fresh and dtype is z.dtype else torch.empty_like(z, dtype=dtype)
-        knobs = {"temperature": temperature, "out": out, "block": BLOCK}
-        return fused_slope(z, target, dlogp, dentropy, stats, **knobs)
+        if n:
+            signals = (dlogp.contiguous(), dlogp if dentropy is None else dentropy.contiguous())
+            slope_rows[(n, triton.cdiv(vocabulary, BLOCK))](
+                z, out, target, *signals, stats.entropy, stats.top, stats.total, vocabulary, 1.0 / temperature,
+                BLOCK=BLOCK, WITH_ENTROPY=dentropy is not None, num_warps=WARPS,
+            )  # fmt: skip
+        return out

@@ -6,10 +6,10 @@ relative to a teacher; `LogprobModel` is last.
 
 import os
 import warnings
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -36,49 +36,20 @@ class ChunkStats(NamedTuple):
         return ChunkStats(*(x[part] for x in self))
 
 
-@runtime_checkable
-class ChunkKernels(Protocol):
-    """What the head does with a chunk of logits. What `reduce` leaves in z is what `slope` takes where not fresh."""
+class PlainKernels:
+    """The head's passes as torch's operations. Between `reduce` and `slope` z holds z / temperature - top.
+
+    Other kernels override all of them. What their `reduce` leaves in z is what their `slope` takes where not fresh.
+    """
 
     def spare(self, buffer: Float[Tensor, "n V"]) -> Float[Tensor, "m V"]:
-        """Memory that `reduce` and `logp` write over, for chunks of at most that buffer's size."""
-
-    def reduce(
-        self, z: Float[Tensor, "n V"], target: Int[Tensor, "n"], *, temperature: float, spare: Tensor
-    ) -> ChunkStats:
-        """Statistics of softmax(z / temperature)."""
-
-    def logp(
-        self, z: Float[Tensor, "n V"], target: Int[Tensor, "n"], *, temperature: float, spare: Tensor
-    ) -> Float[Tensor, "n"]:
-        """The log-probabilities of `reduce`, bit for bit."""
-
-    def slope(
-        self,
-        z: Float[Tensor, "n V"],
-        target: Int[Tensor, "n"],
-        dlogp: Float[Tensor, "n"],
-        dentropy: Float[Tensor, "n"] | None,
-        stats: ChunkStats,
-        *,
-        temperature: float,
-        fresh: bool,
-        dtype: torch.dtype,
-    ) -> Float[Tensor, "n V"]:
-        """d(logp dlogp + entropy dentropy) / d(z / temperature) in that dtype; fresh logits may be written over."""
-
-
-class PlainKernels:
-    """The head's passes as torch's operations. Between `reduce` and `slope` z holds z / temperature - top."""
-
-    def spare(self, buffer: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
-        """As much again."""
+        """Memory that `reduce` and `logp` write over, for chunks of at most that buffer's size: as much again."""
         return torch.empty_like(buffer)
 
     def reduce(
         self, z: Float[Tensor, "n V"], target: Int[Tensor, "n"], *, temperature: float, spare: Tensor
     ) -> ChunkStats:
-        """In four passes over z, in place."""
+        """Statistics of softmax(z / temperature), in four passes over z, in place."""
         z = tempered_(z, temperature)
         top = z.amax(-1)
         p = torch.exp(z.sub_(top[:, None]), out=spare[: len(z)])
@@ -90,7 +61,7 @@ class PlainKernels:
     def logp(
         self, z: Float[Tensor, "n V"], target: Int[Tensor, "n"], *, temperature: float, spare: Tensor
     ) -> Float[Tensor, "n"]:
-        """Without the passes that the entropy takes."""
+        """The log-probabilities of `reduce`, bit for bit, without the passes that the entropy takes."""
         z = tempered_(z, temperature)
         total = torch.exp(z.sub_(z.amax(-1, keepdim=True)), out=spare[: len(z)]).sum(-1)
         return z.gather(-1, target[:, None])[:, 0] - total.log()
@@ -107,7 +78,10 @@ class PlainKernels:
         fresh: bool,
         dtype: torch.dtype,
     ) -> Float[Tensor, "n V"]:
-        """dlogp onehot - p (dlogp + dentropy (log p + entropy)), p = exp(z) / total; in place of a fresh z."""
+        """d(logp dlogp + entropy dentropy) / d(z / temperature) in that dtype; a fresh z may be written over.
+
+        dlogp onehot - p (dlogp + dentropy (log p + entropy)), p = exp(z) / total.
+        """
         if fresh:
             z = tempered_(z, temperature).sub_(stats.top[:, None])
         dlogp, entropy, total = dlogp[:, None], stats.entropy[:, None], stats.total[:, None]
@@ -136,11 +110,11 @@ TRIAL_ERROR = 1e-4  # nats, and of a signal of 1: three hundred times the roundi
 class KernelChoice(NamedTuple):
     """The head's kernels on a device, and in words which they are and why."""
 
-    kernels: ChunkKernels
+    kernels: PlainKernels
     text: str
 
 
-def kernels_for(hidden: Tensor) -> ChunkKernels:
+def kernels_for(hidden: Tensor) -> PlainKernels:
     """Those of the states' device; torch's for float64, for parts of a mesh, and under functorch, whose tensors have
     no memory of their own.
     """
@@ -183,7 +157,7 @@ def why_no_triton(device: torch.device) -> str | None:
 
 
 @torch.no_grad()
-def trial_error(kernels: ChunkKernels, device: torch.device) -> float:
+def trial_error(kernels: PlainKernels, device: torch.device) -> float:
     """The largest difference from torch's operations over a few rows, of statistics and gradients; inf for a NaN."""
     n, vocabulary = TRIAL
     at = torch.arange(n * vocabulary, device=device, dtype=torch.float32)
@@ -240,6 +214,17 @@ def _product(out: Float[Tensor, "n V"], hidden: Tensor, weight: Tensor, temperat
     return out.copy_(hidden @ weight.T)
 
 
+def logit_chunks(
+    hidden: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], temperature: float, elements: int
+) -> Iterator[tuple[slice, Float[Tensor, "n V"]]]:
+    """Rows, and their logits (see `_product`) in one buffer: the next chunk is written over them."""
+    parts = token_chunks(len(hidden), len(weight), elements)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=dtype)
+    for part in parts:
+        yield part, _product(buffer[: part.stop - part.start], hidden[part], weight, temperature)
+
+
 def _left(hidden: Tensor, dtype: torch.dtype, temperature: float) -> float:
     """What logits of that dtype are to be divided by: a product in the states' own dtype has done it."""
     return 1.0 if hidden.dtype == dtype else temperature
@@ -264,15 +249,13 @@ class LinearScores(torch.autograd.Function):
         target: Int[Tensor, "N"],
         temperature: float,
         elements: int,
-        kernels: ChunkKernels,
+        kernels: PlainKernels,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         stats = ChunkStats(*(hidden.new_empty(len(target), dtype=dtype) for _ in ChunkStats._fields))
-        parts, left = token_chunks(len(target), len(weight), elements), _left(hidden, dtype, temperature)
-        buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=dtype)
-        spare = kernels.spare(buffer)
-        for part in parts:
-            z = _product(buffer[: part.stop - part.start], hidden[part], weight, temperature)
+        left, spare = _left(hidden, dtype, temperature), None
+        for part, z in logit_chunks(hidden, weight, temperature, elements):
+            spare = kernels.spare(z) if spare is None else spare  # the first chunk is the largest
             for every, value in zip(stats, kernels.reduce(z, target[part], temperature=left, spare=spare), strict=True):
                 every[part] = value
         return *stats, z
@@ -341,11 +324,9 @@ def linear_logp(
     """The first of `linear_scores`, bit for bit, without the passes over the logits that the entropy takes."""
     kernels = kernels_for(hidden)
     logp = hidden.new_empty(len(target), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    parts, left = token_chunks(len(target), len(weight), elements), _left(hidden, logp.dtype, temperature)
-    buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=logp.dtype)
-    spare = kernels.spare(buffer)
-    for part in parts:
-        z = _product(buffer[: part.stop - part.start], hidden[part], weight, temperature)
+    left, spare = _left(hidden, logp.dtype, temperature), None
+    for part, z in logit_chunks(hidden, weight, temperature, elements):
+        spare = kernels.spare(z) if spare is None else spare
         logp[part] = kernels.logp(z, target[part], temperature=left, spare=spare)
     return logp
 
@@ -358,11 +339,6 @@ def dense_scores(
     logprobs = (wide / temperature).log_softmax(-1)
     logp = logprobs.gather(-1, target[:, None])[:, 0]
     return logp, -(logprobs.exp() * logprobs).sum(-1)
-
-
-def dense_logp(logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float) -> Float[Tensor, "N"]:
-    """The first of `dense_scores`."""
-    return dense_scores(logits, target, temperature=temperature)[0]
 
 
 @torch.no_grad()
@@ -380,10 +356,9 @@ def linear_energy(
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     energy = hidden.new_empty(len(target), dtype=dtype)
-    parts, left = token_chunks(len(target), len(weight), elements), _left(hidden, dtype, temperature)
-    buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=dtype)
-    for part in parts:
-        z = tempered_(_product(buffer[: part.stop - part.start], hidden[part], weight, temperature), left)
+    left = _left(hidden, dtype, temperature)
+    for part, z in logit_chunks(hidden, weight, temperature, elements):
+        z = tempered_(z, left)
         energy[part] = _energy_of(z.sub_(z.amax(-1, keepdim=True)).exp_(), target[part])
     return energy
 
@@ -405,65 +380,35 @@ def _energy_of(weights: Float[Tensor, "n V"], target: Int[Tensor, "n"]) -> Float
 # -- the entropy of a policy relative to a teacher, -KL(policy || teacher), over the whole vocabulary at every token
 
 
-class TeacherHead(NamedTuple):
-    """What a teacher says at N places before it is multiplied out: logits are `states @ weight.T`, or `states`."""
+class HeadInput(NamedTuple):
+    """What a model says at N places before it is multiplied out: logits are `states @ weight.T`, or `states`."""
 
     states: Float[Tensor, "N D"]
     weight: Float[Tensor, "V D"] | None
 
-
-def linear_teacher_head(
-    hidden: Float[Tensor, "N D"],
-    weight: Float[Tensor, "V D"],
-    target: Int[Tensor, "N"],
-    *,
-    temperature: float,
-    elements: int,
-) -> TeacherHead:
-    """Of a head that is a matrix product; a copy of the matrix, which a sharded model takes back after its pass."""
-    return TeacherHead(hidden, weight.clone())
+    def logits(self, part: slice) -> Float[Tensor, "n V"]:
+        """The logits of some of the places."""
+        return self.states[part] if self.weight is None else self.states[part] @ self.weight.T
 
 
-def dense_teacher_head(logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float) -> TeacherHead:
-    """Of any other head."""
-    return TeacherHead(logits, None)
+def relative_entropies(
+    policy: HeadInput, teacher: HeadInput, *, temperature: float, elements: int
+) -> Float[Tensor, "N"]:
+    """-KL(p || q) in nats, p and q softmax(logits / temperature) of policy and teacher.
 
-
-def linear_taught_scores(
-    hidden: Float[Tensor, "N D"],
-    weight: Float[Tensor, "V D"],
-    target: Int[Tensor, "N"],
-    *,
-    temperature: float,
-    elements: int,
-    teacher: TeacherHead,
-) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """log p(target), as `linear_scores` has it, and -KL(p || q) in nats, q the teacher's; chunk by chunk.
-
-    Both are softmax(logits / temperature), in the head's own chunks, whose logits are computed again in the backward
-    pass. log p comes from `linear_scores` and not from this product, so that it is what `linear_logp` has, bit for bit.
+    Of a policy whose head is a matrix product in the chunks of `linear_scores`, whose logits are computed again in the
+    backward pass.
     """
+    places, weight = len(policy.states), policy.weight
+    if weight is None:
+        every = slice(0, places)
+        return relative_entropy(policy.states, teacher.logits(every), temperature)
 
-    def of_chunk(hidden: Tensor, weight: Tensor, teacher_states: Tensor) -> Tensor:
-        return relative_entropy(hidden @ weight.T, teacher_logits(teacher_states, teacher.weight), temperature)
+    def of_chunk(part: slice, states: Tensor, weight: Tensor) -> Tensor:
+        return relative_entropy(states @ weight.T, teacher.logits(part), temperature)
 
-    logp, _ = linear_scores(hidden, weight, target, temperature=temperature, elements=elements)
-    chunks = token_chunks(len(target), len(weight), elements)
-    entropies = [checkpoint(of_chunk, hidden[i], weight, teacher.states[i], use_reentrant=False) for i in chunks]
-    return logp, torch.cat(entropies)
-
-
-def dense_taught_scores(
-    logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float, teacher: TeacherHead
-) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """The same from materialised logits."""
-    logp, _ = dense_scores(logits, target, temperature=temperature)
-    return logp, relative_entropy(logits, teacher_logits(*teacher), temperature)
-
-
-def teacher_logits(states: Float[Tensor, "n D"], weight: Float[Tensor, "V D"] | None) -> Float[Tensor, "n V"]:
-    """A teacher's logits at some of the places."""
-    return states if weight is None else states @ weight.T
+    parts = token_chunks(places, len(weight), elements)
+    return torch.cat([checkpoint(of_chunk, part, policy.states[part], weight, use_reentrant=False) for part in parts])
 
 
 def relative_entropy(
@@ -477,9 +422,6 @@ def relative_entropy(
         (x.to(torch.promote_types(x.dtype, torch.float32)) / temperature).log_softmax(-1) for x in (logits, teacher)
     )
     return (logp.exp() * (logq[:, : logp.shape[1]] - logp)).sum(-1)
-
-
-T = TypeVar("T")
 
 
 def predicting_states(
@@ -534,24 +476,35 @@ class LogprobModel(nn.Module):
         self._linear: bool | None = None  # asked in the first forward: only there is a sharded head whole
 
     def forward(
-        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], teacher: TeacherHead | None = None
+        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], teacher: HeadInput | None = None
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy in nats, `[B T]` each; zero where ~mask. The entropy relative to a teacher's."""
-        linear, dense = linear_scores, dense_scores
-        if teacher is not None:
-            linear, dense = (partial(f, teacher=teacher) for f in (linear_taught_scores, dense_taught_scores))
-        logp, entropy = self._of_tokens(tokens, mask, linear, dense)
+        head, target = self._head_input(tokens, mask)
+        if head.weight is None:
+            logp, entropy = dense_scores(head.states, target, temperature=self.temperature)
+        else:
+            logp, entropy = linear_scores(*head, target, **self._chunked)
+        if teacher is not None:  # log p stays as it is, so that it is what `logp` has, bit for bit
+            entropy = relative_entropies(head, teacher, **self._chunked)
         return scatter_to_rows(logp, mask), scatter_to_rows(entropy, mask)
 
     @torch.no_grad()
-    def teacher_head(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> TeacherHead:
-        """What this model says at each sampled token, in their order, before it is multiplied out."""
-        return self._of_tokens(tokens, mask, linear_teacher_head, dense_teacher_head)
+    def teacher_head(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> HeadInput:
+        """What this model says at each sampled token, in their order; with a copy of the weight, which a sharded model
+        takes back after its pass.
+        """
+        head, _ = self._head_input(tokens, mask)
+        return head if head.weight is None else head._replace(weight=head.weight.clone())
 
     @torch.no_grad()
     def logp(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """The log-probabilities of `forward`, bit for bit, without entropies and without gradients."""
-        return scatter_to_rows(self._of_tokens(tokens, mask, linear_logp, dense_logp), mask)
+        head, target = self._head_input(tokens, mask)
+        if head.weight is None:
+            logp, _ = dense_scores(head.states, target, temperature=self.temperature)
+        else:
+            logp = linear_logp(*head, target, **self._chunked)
+        return scatter_to_rows(logp, mask)
 
     @torch.no_grad()
     def energy(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
@@ -559,10 +512,19 @@ class LogprobModel(nn.Module):
 
         One reduction in place of the two of `forward`; what shards the model has to know it as a forward method.
         """
-        return scatter_to_rows(self._of_tokens(tokens, mask, linear_energy, dense_energy), mask)
+        head, target = self._head_input(tokens, mask)
+        if head.weight is None:
+            energy = dense_energy(head.states, target, temperature=self.temperature)
+        else:
+            energy = linear_energy(*head, target, **self._chunked)
+        return scatter_to_rows(energy, mask)
 
-    def _of_tokens(self, tokens: Tensor, mask: Tensor, linear: Callable[..., T], dense: Callable[..., T]) -> T:
-        """What the head says of the sampled tokens: by `linear` from states and weight, or by `dense` from logits."""
+    @property
+    def _chunked(self) -> dict[str, float]:
+        return {"temperature": self.temperature, "elements": self.logits_chunk_elements}
+
+    def _head_input(self, tokens: Tensor, mask: Tensor) -> tuple[HeadInput, Int[Tensor, "N"]]:
+        """What the head is given for the sampled tokens (of another than a plain product its logits), and those."""
         if self._linear is None:
             self._linear = has_linear_head(self.model)
         stream = self.input_packing(tokens, mask)
@@ -570,11 +532,9 @@ class LogprobModel(nn.Module):
         model_kwargs = {"input_ids": stream.tokens, "use_cache": False, **stream.model_kwargs}
         if not self._linear:
             logits = self.model(**model_kwargs).logits.flatten(0, 1)
-            return dense(gather_tokens(logits, before), target, temperature=self.temperature)
+            return HeadInput(gather_tokens(logits, before), None), target
         hidden = self.model.get_decoder()(**model_kwargs).last_hidden_state.flatten(0, 1)
-        states, weight = gather_tokens(hidden, before), self.model.get_output_embeddings().weight
-        elements = self.logits_chunk_elements
-        return linear(states, weight, target, temperature=self.temperature, elements=elements)
+        return HeadInput(gather_tokens(hidden, before), self.model.get_output_embeddings().weight), target
 
     @torch.no_grad()
     def parts(

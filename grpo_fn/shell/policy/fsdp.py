@@ -20,7 +20,7 @@ from grpo_fn.core.checksums import block_digest, combine_digests, hex_digest, se
 from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.blocks import blocks
-from grpo_fn.shell.model.logprob_model import LogprobModel, TeacherHead, check_rows
+from grpo_fn.shell.model.logprob_model import HeadInput, LogprobModel, check_rows
 from grpo_fn.shell.policy.optimizer import load_moment, moment_value
 from grpo_fn.shell.world import World
 
@@ -279,7 +279,7 @@ class FSDPPolicy:
             "optimizer/overflows": float(self.skipped),
         }
 
-    def _taught(self, tokens: Tensor, mask: Tensor) -> list[TeacherHead]:
+    def _taught(self, tokens: Tensor, mask: Tensor) -> list[HeadInput]:
         if self.entropy_teacher is None:
             return []
         with self.entropy_teacher() as teacher:

@@ -14,10 +14,9 @@ from torch import Tensor
 from grpo_fn.core.batch import given_batch
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model.logprob_model import (
-    TeacherHead,
-    dense_taught_scores,
+    HeadInput,
     linear_scores,
-    linear_taught_scores,
+    relative_entropies,
 )
 
 V, TAU = 12, 0.7
@@ -47,11 +46,8 @@ def scalar_loop(ours: Tensor, theirs: Tensor) -> tuple[list[float], Tensor]:
 def test_value_and_gradient_are_those_of_a_scalar_loop(n, v, more, elements, seed):
     """For chunks of any size, a teacher with rows of its own, and a head that is no matrix product."""
     hidden, weight = (numbers(*shape, seed=seed).requires_grad_() for shape in ((n, 3), (v, 3)))
-    teacher = TeacherHead(numbers(n, 5, seed=seed + 1), numbers(v + more, 5, seed=seed + 2))
-    target = torch.arange(n) % v
-    logp, found = linear_taught_scores(hidden, weight, target, temperature=TAU, elements=elements, teacher=teacher)
-    same, _ = linear_scores(hidden, weight, target, temperature=TAU, elements=elements)
-    assert torch.equal(logp, same)
+    teacher = HeadInput(numbers(n, 5, seed=seed + 1), numbers(v + more, 5, seed=seed + 2))
+    found = relative_entropies(HeadInput(hidden, weight), teacher, temperature=TAU, elements=elements)
     logits, theirs = hidden.detach() @ weight.detach().T, teacher.states @ teacher.weight.T
     values, slopes = scalar_loop(logits, theirs)
     torch.testing.assert_close(found.detach(), torch.tensor(values, dtype=found.dtype), rtol=1e-9, atol=1e-10)
@@ -59,16 +55,17 @@ def test_value_and_gradient_are_those_of_a_scalar_loop(n, v, more, elements, see
     found.backward(signal)
     torch.testing.assert_close(hidden.grad, signal[:, None] * slopes @ weight.detach(), rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(weight.grad, (signal[:, None] * slopes).T @ hidden.detach(), rtol=1e-9, atol=1e-10)
-    _, dense = dense_taught_scores(logits, target, temperature=TAU, teacher=TeacherHead(theirs, None))
+    dense = relative_entropies(HeadInput(logits, None), HeadInput(theirs, None), temperature=TAU, elements=elements)
     torch.testing.assert_close(dense, found.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_relative_to_itself_it_is_0_and_to_a_uniform_teacher_the_entropy_less_log_v():
     hidden, weight, target = numbers(5, 3, seed=0), numbers(V, 3, seed=1), torch.arange(5)
     how = {"temperature": TAU, "elements": 30}
-    _, own = linear_taught_scores(hidden, weight, target, **how, teacher=TeacherHead(hidden, weight))
+    policy = HeadInput(hidden, weight)
+    own = relative_entropies(policy, policy, **how)
     assert own.abs().max() < 1e-14
-    _, uniform = linear_taught_scores(hidden, weight, target, **how, teacher=TeacherHead(hidden * 0, weight))
+    uniform = relative_entropies(policy, HeadInput(hidden * 0, weight), **how)
     _, entropy = linear_scores(hidden, weight, target, **how)
     torch.testing.assert_close(uniform, entropy - torch.tensor(V).double().log())
 

@@ -362,8 +362,8 @@ def test_logp_asks_for_no_entropy(name, monkeypatch):
 
     dense_scores = logprob_model.dense_scores
 
-    def dense(*args, **knobs):  # dense_logp, which keeps the first of both, may
-        return (dense_scores if sys._getframe(1).f_code.co_name == "dense_logp" else refuse)(*args, **knobs)
+    def dense(*args, **knobs):  # LogprobModel.logp, which keeps the first of both, may
+        return (dense_scores if sys._getframe(1).f_code.co_name == "logp" else refuse)(*args, **knobs)
 
     monkeypatch.setattr(logprob_model, "linear_scores", refuse)
     monkeypatch.setattr(logprob_model, "dense_scores", dense)

@@ -137,8 +137,9 @@ def allocated_by_head(tokens: int, theirs: int, *, dtype: torch.dtype, trained: 
     hidden, weight = drawn[0].requires_grad_(), drawn[1].requires_grad_(trained)
     target, how = torch.arange(tokens) % rows, {"temperature": 0.7, "elements": elements}
     with memory_estimate.Alive() as alive:
-        teacher = logprob_model.linear_teacher_head(drawn[2].clone(), drawn[3], target, **how)
-        logp, entropy = logprob_model.linear_taught_scores(hidden, weight, target, **how, teacher=teacher)
+        teacher = logprob_model.HeadInput(drawn[2].clone(), drawn[3].clone())
+        logp, _ = logprob_model.linear_scores(hidden, weight, target, **how)
+        entropy = logprob_model.relative_entropies(logprob_model.HeadInput(hidden, weight), teacher, **how)
         (logp + entropy).sum().backward()
     return alive.most
 
