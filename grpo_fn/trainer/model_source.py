@@ -17,7 +17,7 @@ from grpo_fn.shell.checkpoint import store, tensor_shards
 from grpo_fn.shell.checkpoint.run_dir import MARKER
 from grpo_fn.shell.checkpoint.store import MANIFEST, Broken, verify
 from grpo_fn.shell.model import hf, lora
-from grpo_fn.shell.model.load_weights import is_adapter
+from grpo_fn.shell.model.hf import is_adapter
 from grpo_fn.trainer.sections import model_source
 
 WEIGHTS = "weights."  # what the names of the model's tensors begin with in a checkpoint

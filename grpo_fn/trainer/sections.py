@@ -18,7 +18,7 @@ from grpo_fn.algo.step import Algorithm
 from grpo_fn.algo.supervised import Stage
 from grpo_fn.core.checks import check_positive
 from grpo_fn.core.environment import Environment
-from grpo_fn.core.partials import function_and_knobs, uses_of
+from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Problem, RewardFn, Scorer
 from grpo_fn.core.types import Reward, Sampler
 from grpo_fn.shell.episodes.chat_format import ChatFormat, MakeChatFormat
@@ -29,9 +29,8 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import Demonstrate
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.model.packed_input import InputPacking
-from grpo_fn.shell.policy.fsdp import LossScale, Optimizer, Schedule
+from grpo_fn.shell.policy.fsdp import FSDPPolicy, LossScale, Optimizer, ReferenceModel, Schedule
 from grpo_fn.shell.policy.mesh import Parallelism
-from grpo_fn.shell.policy.self_teachers import SelfTeacher, live, moving_average
 from grpo_fn.shell.reward_workers.environment_pool import EnvironmentPool
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.sampler.interface import SamplerFactory, TokenSampler
@@ -42,6 +41,8 @@ from grpo_fn.tasks.task import Task
 from grpo_fn.trainer import health
 from grpo_fn.trainer.evaluation import AnswerExtractor, GradedAnswer, check_sampled, evaluate, grader_names
 
+# The policy as its own teacher, called once with it and the frozen start model (`trainer.teachers`).
+SelfTeacher = Callable[[FSDPPolicy, ReferenceModel | None], ReferenceModel]
 TeacherModel = str | hf.ModelSource | SelfTeacher | VllmTeacher
 
 
@@ -179,20 +180,12 @@ class Teacher:
     def __post_init__(self) -> None:
         if not self.models:
             raise ValueError("sections.Teacher.models: got none, wanted at least one")
-        if self.prompt is None and any(uses_of(live, self.models)):
-            raise ValueError(
-                "sections.Teacher.models: got self_teachers.live, the policy as it is, with the prompt that the policy "
-                "reads, from which nothing is learned; wanted a sections.Teacher.prompt, or another teacher"
-            )
-
         beside = [name for name in ("prompt", "encode_prompt") if getattr(self, name) is not None]
         if self.relative_entropy and (beside or len(self.models) > 1 or self.on_servers() or self.of_policy()):
             raise ValueError(
                 f"sections.Teacher.relative_entropy: got true with models {[*self.models.values()]} and "
                 f"{beside or 'no prompt'}, wanted one model beside the policy that reads the policy's own prompt"
             )
-        if len([*uses_of(moving_average, self.models)]) > 1:
-            raise ValueError("sections.Teacher.models: got several self_teachers.moving_average, wanted one at most")
 
     def on_servers(self) -> dict[str, VllmTeacher]:
         """Those on vLLM servers, by key."""

@@ -1,10 +1,11 @@
 """Teachers of on-policy distillation: models that say how likely they find what the policy sampled.
 
-A teacher is another model, frozen; the policy itself (`self_teachers`); or a model on a vLLM server. It reads the
+A teacher is another model, frozen; the policy itself; or a model on a vLLM server. It reads the
 policy's prompt, or one that has more in it (`privileged`), before the same sampled tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
@@ -21,15 +22,14 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.core.reprompt import change_prompts, restore_places
 from grpo_fn.core.types import Groups, Rollout
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.policy.load_and_shard import LoadedModel
-from grpo_fn.shell.policy.self_teachers import SelfTeacher
 from grpo_fn.shell.sampler.interface import positions
 from grpo_fn.shell.vllm.served_teacher import VllmTeacher
 from grpo_fn.shell.world import World
 from grpo_fn.tasks.privileged import PrivilegedPrompt, Sample
 from grpo_fn.trainer.plan import ValidatedPlan
-from grpo_fn.trainer.sections import Settings, Teacher
+from grpo_fn.trainer.sections import SelfTeacher, Settings, Teacher
 
 TeacherLogp = Callable[[Rollout], Tensor]  # of one teacher: log-probs of the sampled tokens, [B T]
 EncodePrompt = Callable[[str], list[int]]
@@ -69,6 +69,63 @@ def teacher_of_field(problem: Problem, *, name: str) -> str:
         The field's value as a text; "" for a problem that has no such field.
     """
     return str(problem.meta.get(name, ""))
+
+
+# -- the policy as its own teacher: what it knows better comes with the prompt that it reads (`sections.Teacher.prompt`)
+
+
+def live(policy: FSDPPolicy, start: ReferenceModel | None) -> ReferenceModel:
+    """The policy as it is when the teacher is asked, before the step's update. It costs no memory.
+
+    Args:
+        policy: the policy.
+        start: the frozen start model; not read.
+
+    Returns:
+        The policy's model.
+    """
+    return partial(nullcontext, policy.logprob_model)
+
+
+def start_model(policy: FSDPPolicy, start: ReferenceModel | None) -> ReferenceModel:
+    """The policy as it began: the frozen copy that a KL to a reference needs, too; with adapters, the model without.
+
+    Args:
+        policy: the policy; not read.
+        start: the frozen start model.
+
+    Returns:
+        The frozen start model.
+
+    Raises:
+        ValueError: none was kept.
+    """
+    if start is None:
+        raise ValueError("teachers.start_model: got a run that keeps no frozen start model, wanted one")
+    return start
+
+
+def moving_average(policy: FSDPPolicy, start: ReferenceModel | None, *, rate: float) -> ReferenceModel:
+    """The exponential moving average of the policy's weights: e <- e + rate (theta - e) after each update.
+
+    SDFT (arXiv:2601.19897), SDPO (arXiv:2601.20802); from TRL's documentation. It begins as the policy does. Kept in
+    float32, of what trains alone, spread over the devices as the policy is, and in the checkpoints.
+
+    Args:
+        policy: the policy.
+        start: the frozen start model; not read.
+        rate: share of the new weights, above 0 and up to 1; 1 is the live policy.
+
+    Returns:
+        The policy's model under the averaged weights.
+
+    Raises:
+        ValueError: a rate that is none.
+    """
+    return policy.keep_average(rate)
+
+
+# -- what teachers say of a step
 
 
 def teacher_logp(
@@ -278,12 +335,25 @@ def find_teachers(settings: Settings, own: PretrainedConfig) -> dict[str, tuple[
     """Those that are loaded, by key. Raises ValueError for one that cannot read what the policy writes."""
     if settings.teacher is None:
         return {}
+    check_self_teachers(settings.teacher)
     for teacher in settings.teacher.on_servers().values():
         teacher.check_temperature(settings.sampling.temperature)
     found = {name: (source, source.config()) for name, source in settings.teacher.sources().items()}
     shapes = {name: config for name, (_, config) in found.items()}
     check_teacher_shapes(shapes, own, settings.sampling.max_total_tokens)
     return found
+
+
+def check_self_teachers(how: Teacher) -> None:
+    """Raise ValueError for the live policy with its own prompt, and for several moving averages."""
+    models = how.of_policy().values()
+    if how.prompt is None and any(uses_of(live, models)):
+        raise ValueError(
+            "sections.Teacher.models: got teachers.live, the policy as it is, with the prompt that the policy reads, "
+            "from which nothing is learned; wanted a sections.Teacher.prompt, or another teacher"
+        )
+    if len([*uses_of(moving_average, models)]) > 1:
+        raise ValueError("sections.Teacher.models: got several teachers.moving_average, wanted one at most")
 
 
 def uses_teacher(settings: Settings, kind: SelfTeacher) -> bool:

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig
 
 from grpo_fn.core import prng
-from grpo_fn.shell.model import load_weights, lora
+from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.world import World
 
@@ -63,11 +63,11 @@ class Counted:
         return getattr(self.part, name)
 
 
-SAFE_OPEN = load_weights.safe_open
+SAFE_OPEN = hf.safe_open
 
 
 def divided(folder: Path, size: int, adapters: bool) -> Root:
-    model = load_weights.meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32)
+    model = hf.meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32)
     root = Root(lora.attach(model, HOW) if adapters else model)
     mesh = init_device_mesh("cpu", (size,))
     for block in blocks(root):
@@ -77,9 +77,9 @@ def divided(folder: Path, size: int, adapters: bool) -> Root:
 
 def filled(folder: Path, size: int) -> dict[str, object]:
     root = divided(folder, size, adapters=False)
-    Counting.read, load_weights.safe_open = 0, Counting
-    load_weights.load_shards(root, folder, device=CPU, prefix="model.")
-    load_weights.safe_open = SAFE_OPEN
+    Counting.read, hf.safe_open = 0, Counting
+    hf.load_shards(root, folder, device=CPU, prefix="model.")
+    hf.safe_open = SAFE_OPEN
     held = sum(p.to_local().numel() for p in root.parameters())
     full = {name: p.full_tensor() for name, p in root.named_parameters()}
     with torch.no_grad():
@@ -91,14 +91,12 @@ def with_adapters(folder: Path, size: int) -> dict[str, object]:
     """The adapters of a divided model, gathered, and those of a whole one."""
     key = prng.key(3, device=CPU)
     root = divided(folder, size, adapters=True)
-    load_weights.load_shards(root, folder, device=CPU, prefix="model.")
+    hf.load_shards(root, folder, device=CPU, prefix="model.")
     lora.reset(root, key=key, device=CPU)
     alone = Root(
-        lora.attach(
-            load_weights.meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32), HOW
-        )
+        lora.attach(hf.meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32), HOW)
     )
-    load_weights.load_shards(alone, folder, device=CPU, prefix="model.")
+    hf.load_shards(alone, folder, device=CPU, prefix="model.")
     lora.reset(alone, key=key, device=CPU)
     ids = torch.arange(14).reshape(2, 7)
     for one in (root, alone):  # the gradients, too: a frozen base and adapters in one group
@@ -106,7 +104,7 @@ def with_adapters(folder: Path, size: int) -> dict[str, object]:
     trained = {name: p for name, p in root.named_parameters() if p.requires_grad}
     whole = {name: p for name, p in alone.named_parameters() if p.requires_grad}
     assert trained.keys() == whole.keys()
-    assert all(load_weights.is_adapter(name) for name in trained)
+    assert all(hf.is_adapter(name) for name in trained)
     for name, p in trained.items():
         torch.testing.assert_close(p.grad.full_tensor(), whole[name].grad, rtol=1e-4, atol=1e-7)
     assert all(p.grad is None for p in root.parameters() if not p.requires_grad)

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer, Qwen2Config
 from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Groups, Rollout
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.policy import self_teachers
 from grpo_fn.shell.policy.fsdp import WeightAverage
 from grpo_fn.tasks import privileged
 from grpo_fn.trainer import teachers
@@ -40,7 +39,7 @@ def section(models: dict, prompt=None) -> Teacher:
         {"models": {"a": "x", "b": "y"}},
         {"prompt": privileged.with_answer},
         {"encode_prompt": hf.encode_prompt},
-        {"models": {"teacher": self_teachers.start_model}},
+        {"models": {"teacher": teachers.start_model}},
     ],
     ids=["several", "another_prompt", "another_template", "the_policy"],
 )
@@ -215,15 +214,17 @@ def test_a_prompt_sees_rewards_and_their_parts_and_what_could_not_be_scored():
 
 
 def test_the_live_policy_has_nothing_to_teach_without_another_prompt():
-    with pytest.raises(
-        ValueError, match=r"got self_teachers\.live, the policy as it is, with the prompt that the policy"
-    ):
-        section({"teacher": self_teachers.live})
+    with pytest.raises(ValueError, match=r"got teachers\.live, the policy as it is, with the prompt that the policy"):
+        teachers.check_self_teachers(section({"teacher": teachers.live}))
     answered = partial(privileged.with_answer, template="{prompt} {privileged}")
-    assert section({"teacher": self_teachers.live}, answered).of_policy() == {"teacher": self_teachers.live}
-    with pytest.raises(ValueError, match=r"got several self_teachers\.moving_average, wanted one at most"):
-        section({name: partial(self_teachers.moving_average, rate=rate) for name, rate in (("a", 0.1), ("b", 0.2))})
-    kinds = section({"a": "folder", "b": partial(self_teachers.moving_average, rate=0.1)})
+    answering = section({"teacher": teachers.live}, answered)
+    teachers.check_self_teachers(answering)
+    assert answering.of_policy() == {"teacher": teachers.live}
+    with pytest.raises(ValueError, match=r"got several teachers\.moving_average, wanted one at most"):
+        teachers.check_self_teachers(
+            section({name: partial(teachers.moving_average, rate=rate) for name, rate in (("a", 0.1), ("b", 0.2))})
+        )
+    kinds = section({"a": "folder", "b": partial(teachers.moving_average, rate=0.1)})
     assert kinds.of_policy().keys() == {"b"}
     assert kinds.sources().keys() == {"a"}
 

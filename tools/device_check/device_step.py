@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core import prng
 from grpo_fn.shell.model.blocks import compiled_on_cuda, full_checkpointing
-from grpo_fn.shell.model.load_weights import is_adapter
+from grpo_fn.shell.model.hf import is_adapter
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.mesh import plan_blocks

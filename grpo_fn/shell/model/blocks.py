@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.shell.model.attention import Phase
 
 Forward = Callable[..., Any]
@@ -116,16 +115,6 @@ def compiled_on_cuda(block: nn.Module) -> None:
         )
     if device == "cuda" and small_block_reason(count_weights(block)) is None:
         torch_compile(block, mode="default")
-
-
-def execution_on(
-    device: torch.device, execute: Callable[[nn.Module], None], *, weights: int
-) -> Callable[[nn.Module], None]:
-    """How blocks that are still on the meta device will run: `compiled_on_cuda` as what it is there."""
-    if function_and_knobs(execute)[0] is not compiled_on_cuda:
-        return execute
-    compiles = device.type == "cuda" and small_block_reason(weights) is None
-    return partial(torch_compile, mode="default") if compiles else eager
 
 
 def largest_block(model: nn.Module) -> int:

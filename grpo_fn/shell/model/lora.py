@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from grpo_fn.core import prng
 from grpo_fn.shell.atomic_io import flush_tree
 from grpo_fn.shell.model.blocks import blocks
-from grpo_fn.shell.model.load_weights import Part, is_adapter, name_without_lora, set_tensor
+from grpo_fn.shell.model.hf import Part, is_adapter, name_without_lora, set_tensor
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"  # the one adapter's name in the names of its parameters

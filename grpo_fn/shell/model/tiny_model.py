@@ -20,7 +20,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from grpo_fn.core import prng
 from grpo_fn.shell import warm_start
-from grpo_fn.shell.model import hf, load_weights
+from grpo_fn.shell.model import hf
 from grpo_fn.shell.source_hash import hash_of_sources
 from grpo_fn.tasks import arithmetic
 
@@ -122,7 +122,7 @@ def cached_folder(name: str, recipe: R, code: Sequence[str], make: Callable[[R, 
 def check_cached(path: Path) -> None:
     """Raise ValueError for a model made earlier whose files are no longer whole."""
     try:
-        load_weights.entries(path)
+        hf.entries(path)
         hf.load_tokenizer(str(path))
     except (ValueError, OSError) as error:
         raise ValueError(

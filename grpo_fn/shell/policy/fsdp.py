@@ -443,7 +443,7 @@ def clip_gradients_(params: list[nn.Parameter], factor: float) -> None:
     """Multiply the gradients by the factor that clipping and the loss scale make together."""
     if factor != 1.0:
         for p in params:
-            (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).mul_(factor)
+            hf.local_part(p.grad).mul_(factor)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -460,7 +460,7 @@ class WeightAverage:
 
     def __init__(self, live: Mapping[str, Tensor], *, rate: float) -> None:
         if not 0.0 < rate <= 1.0:
-            raise ValueError(f"self_teachers.moving_average.rate: got {rate}, wanted above 0 and up to 1")
+            raise ValueError(f"teachers.moving_average.rate: got {rate}, wanted above 0 and up to 1")
         self.rate = rate
         self.kept = {name: x.detach().clone() for name, x in live.items()}
 
@@ -468,7 +468,7 @@ class WeightAverage:
     def follow(self, live: Mapping[str, Tensor]) -> None:
         """Come nearer to the tensors as they are now."""
         for name, x in live.items():
-            rank_part(self.kept[name]).lerp_(rank_part(x), self.rate)
+            hf.local_part(self.kept[name]).lerp_(hf.local_part(x.detach()), self.rate)
 
     @contextmanager
     def swap_in(self, live: Mapping[str, Tensor]) -> Iterator[None]:
@@ -482,13 +482,7 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self, live: Mapping[str, Tensor]) -> None:
         for name, x in live.items():
-            average, weight = rank_part(self.kept[name]), rank_part(x)
+            average, weight = hf.local_part(self.kept[name]), hf.local_part(x.detach())
             copy = weight.clone()
             weight.copy_(average)
             average.copy_(copy)
-
-
-def rank_part(x: Tensor) -> Tensor:
-    """A tensor's part on this rank."""
-    x = x.detach()
-    return x.to_local() if isinstance(x, DTensor) else x

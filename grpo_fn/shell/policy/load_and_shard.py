@@ -1,27 +1,31 @@
 """Putting a model where it trains: loaded, given adapters, arranged over the devices; and where it is sampled from."""
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PretrainedConfig
 
-from grpo_fn.shell.model import hf, load_weights, lora
-from grpo_fn.shell.model.blocks import blocks, execution_on, largest_block
+from grpo_fn.shell.model import hf, lora
+from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.model.logprob_model import LogprobModel
-from grpo_fn.shell.policy import tensor_parallel
 from grpo_fn.shell.policy.fsdp import ReferenceModel
-from grpo_fn.shell.policy.mesh import DATA, Parallelism, check_precision, set_group_timeout, shard
+from grpo_fn.shell.policy.mesh import (
+    DATA,
+    Parallelism,
+    check_precision,
+    divide,
+    set_group_timeout,
+    shard,
+    skip_copies,
+)
 from grpo_fn.shell.world import World
 
 
@@ -75,38 +79,37 @@ class ModelSpec:
         if mesh is not None:
             return self.load_sharded(world, mesh, trained=False)
         model = self.read_whole(world.device, self.dtype)
-        self.prepare(model.requires_grad_(False), world.device)
+        self.prepare(model.requires_grad_(False))
         return self.logprob_model(model)
 
     def load_sharded(self, world: World, mesh: DeviceMesh, *, trained: bool) -> LogprobModel:
         """The model over the mesh: no rank ever holds all of it."""
-        model = load_weights.meta_causal_lm(self.config, dtype=self.kept_in(trained), attention=self.attention)
+        model = hf.meta_causal_lm(self.config, dtype=self.kept_in(trained), attention=self.attention)
         model.generation_config = hf.generation_config(self.folder, self.config)
         adapted = trained and self.adapters is not None
         if adapted:
             lora.attach(model, self.adapters)
         elif not trained:
             model.requires_grad_(False)
-        tensor_parallel.divide(model, mesh["tensor"])
-        self.prepare(model, world.device)
+        divide(model, mesh["tensor"])
+        self.prepare(model)
         logprob_model = self.logprob_model(model)
         how = self.parallelism if trained else replace(self.parallelism, offload=self.parallelism.offload_reference)
         shard(logprob_model, model, mesh, self.dtype, how)
         for method in ("logp", "energy", "teacher_head"):
             register_fsdp_forward_method(logprob_model, method)
         device = torch.device("cpu") if how.offload else world.device
-        load_weights.load_shards(logprob_model, load_weights.folder_of(self.folder), device=device, prefix="model.")
+        hf.load_shards(logprob_model, hf.folder_of(self.folder), device=device, prefix="model.")
         if adapted:
             lora.reset(model, key=self.key, device=device)
         if mesh.size() == 1 and not how.offload:
             skip_copies(logprob_model)
         return logprob_model.eval()
 
-    def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """What becomes of every block before it is sharded, of a model that will compute on that device."""
-        execute = execution_on(device, self.parallelism.compile, weights=largest_block(model))
+    def prepare(self, model: nn.Module) -> None:
+        """What becomes of every block before it is sharded."""
         for block in blocks(model):
-            execute(block)
+            self.parallelism.compile(block)
             self.parallelism.activation_checkpointing(block)
 
 
@@ -125,7 +128,7 @@ def load_and_shard(
     copied = reference and adapters is None
     if plain:
         model = placing.full_model(world.device, placing.dtype)
-        placing.prepare(model, world.device)
+        placing.prepare(model)
         logprob_model, data = placing.logprob_model(model), None
         beside = placing.logprob_model(copy.deepcopy(model).requires_grad_(False)) if copied else None
         mesh = None
@@ -155,100 +158,3 @@ def without_adapters(logprob_model: LogprobModel) -> Iterator[LogprobModel]:
     """Within it the model itself is the reference policy: its adapters are off."""
     with lora.switched_off(logprob_model.model):
         yield logprob_model
-
-
-# -- FSDP2 on one device without its copies
-
-
-class WeightPlace(NamedTuple):
-    """A weight that trains, and the module attribute that is the weight, or its cast while the module computes."""
-
-    owner: nn.Module
-    name: str
-    weight: nn.Parameter
-
-
-def skip_copies(root: nn.Module) -> None:
-    """Have each weight cast in one kernel, and each gradient added to the weight's in one; in place.
-
-    FSDP2 is applied to `root` on a mesh of one rank, without offload, its weights have storage, and it has not computed
-    yet. Parameters keep their names and objects.
-    """
-    for parameter in root.parameters():
-        _cast_when_gathered(parameter._local_tensor)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            # Behind FSDP2's own hook, which puts the casts in their places.
-            module.register_forward_pre_hook(partial(_take_gradients, trained_places(module), {}))
-
-
-def trained_places(module: nn.Module) -> list[WeightPlace]:
-    """The weights that FSDP2 gathers with `module` and that train, a tied one once."""
-    places: dict[int, WeightPlace] = {}
-
-    def visit(owner: nn.Module) -> None:
-        for name, weight in owner.named_parameters(recurse=False):
-            if weight.requires_grad:
-                places.setdefault(id(weight), WeightPlace(owner, name, weight))
-        for child in owner.children():
-            if not isinstance(child, FSDPModule):
-                visit(child)
-
-    visit(module)
-    return list(places.values())
-
-
-def _cast_when_gathered(kept: Tensor) -> None:
-    """Give the tensor that a weight is kept in the two methods that FSDP2 calls in place of its own copies."""
-    itself = weakref.ref(kept)  # no cycle: memory is freed when the weight is let go of
-
-    def pre_all_gather(mesh: Any) -> tuple[tuple[Tensor], Tensor]:
-        return (kept_tensor(itself).new_empty(0),), kept_tensor(itself)  # nothing is gathered
-
-    kept.fsdp_pre_all_gather = pre_all_gather
-    kept.fsdp_post_all_gather = cast_weight
-
-
-def kept_tensor(itself: "weakref.ref[Tensor]") -> Tensor:
-    """The tensor that is referred to. Raises RuntimeError where it is gone, as its weight was replaced meanwhile."""
-    tensor = itself()
-    if tensor is None:
-        raise RuntimeError("got a weight that was replaced after skip_copies, wanted the one that it was given")
-    return tensor
-
-
-@torch.no_grad()
-def cast_weight(
-    gathered: tuple[Tensor, ...], kept: Tensor, dtype: torch.dtype, *, out: Tensor | None = None
-) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """The weight in the dtype that is computed in, as FSDP2 asks its extensions for it."""
-    if out is None:
-        cast = torch.empty(kept.shape, dtype=dtype, device=kept.device).copy_(kept)
-        return cast, (cast,)
-    with torch.autograd._unsafe_preserve_version_counter(out):  # autograd kept it when it was as it is now
-        out.copy_(kept)
-    return None
-
-
-def _take_gradients(places: list[WeightPlace], hooked: dict[int, Tensor], module: nn.Module, args: Any) -> None:
-    """From now on gradients of the casts, which are in the weights' places, go to the weights."""
-    for i, (owner, name, weight) in enumerate(places):
-        cast = getattr(owner, name)
-        if hooked.get(i) is not cast:
-            hooked[i] = cast
-            cast.register_post_accumulate_grad_hook(partial(add_gradient, weight))
-
-
-def add_gradient(weight: nn.Parameter, cast: Tensor) -> None:
-    """Add the gradient of a weight's cast to that of the weight, in the weight's dtype; the cast has none any more."""
-    gradient, cast.grad = cast.grad, None
-    if weight.grad is None:
-        local = gradient.to(weight.dtype)
-        weight.grad = DTensor.from_local(
-            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
-    else:
-        weight.grad.to_local().add_(gradient)
-    hooks: dict[int, Callable[[Tensor], None]] = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
-    for hook in hooks.values():  # as FSDP2 does
-        hook(weight)

@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
-from grpo_fn.shell.model import load_weights, lora
+from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.model.attention import EAGER
 from grpo_fn.shell.model.blocks import blocks
-from grpo_fn.shell.policy import tensor_parallel
-from grpo_fn.shell.policy.mesh import PREFETCH, Parallelism
+from grpo_fn.shell.policy.mesh import COLUMNS, PREFETCH, ROWS, Parallelism, TensorPlan, tensor_plan
 
 GB = 1e9
 WIDE = 4  # bytes of what trains, of its gradients, and of what is reduced over ranks: float32
@@ -262,7 +261,7 @@ def head_dimensions(config: PretrainedConfig) -> tuple[int, int]:
 def meta_model(config: PretrainedConfig, adapters: lora.LoRA | None, attention: str) -> nn.Module:
     """The model's shape, adapters included, on the meta device. Attention is as it is written out, or else fused."""
     counted = EAGER if attention == EAGER else "sdpa"  # on any machine
-    model = load_weights.meta_causal_lm(config, dtype=torch.float32, attention=counted)
+    model = hf.meta_causal_lm(config, dtype=torch.float32, attention=counted)
     return model if adapters is None else lora.attach(model, adapters)
 
 
@@ -276,7 +275,7 @@ def weights(model: nn.Module, shard: int, tensor: int) -> list[tuple[Weight, boo
 
     FSDP2 divides the first dimension, the first device has the most: ceil(rows / shard) of them.
     """
-    plan = tensor_parallel.plan_of(model) if tensor > 1 else {}
+    plan = tensor_plan(model) if tensor > 1 else {}
     block = {id(p): i for i, layer in enumerate(blocks(model)) for p in layer.parameters()}
     parts = []
     for name, p in model.named_parameters():
@@ -286,13 +285,13 @@ def weights(model: nn.Module, shard: int, tensor: int) -> list[tuple[Weight, boo
     return parts
 
 
-def _divided(name: str, shape: Sequence[int], plan: tensor_parallel.Plan, ranks: int) -> list[int]:
+def _divided(name: str, shape: Sequence[int], plan: TensorPlan, ranks: int) -> list[int]:
     """The shape of one rank's part: of a layer by columns the rows of W, B and bias; by rows the columns of W and A."""
     layer = max((module for module in plan if name.startswith(f"{module}.")), key=len, default=None)
     shape = list(shape)
-    if plan.get(layer) in tensor_parallel.COLUMNS and ".lora_A." not in name:
+    if plan.get(layer) in COLUMNS and ".lora_A." not in name:
         shape[0] //= ranks
-    elif plan.get(layer) in tensor_parallel.ROWS and ".lora_B." not in name and len(shape) > 1:
+    elif plan.get(layer) in ROWS and ".lora_B." not in name and len(shape) > 1:
         shape[1] //= ranks
     return shape
 

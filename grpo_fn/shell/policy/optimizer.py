@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo_fn.shell.model.load_weights import part
+from grpo_fn.shell.model.hf import local_part, part
 
 SMALLEST = 1e-12  # scale of a block of zeros, as torchao has it
 
@@ -158,7 +158,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             buffer = state["momentum_buffer"].lerp_(p.grad, 1 - self.momentum)
             step = self._orthogonal(p.grad.lerp(buffer, self.momentum), group["lr"])
             p.mul_(1 - group["lr"] * group["weight_decay"])
-            _local(p).add_(step[part(p)].to(_local(p).device))
+            local_part(p).add_(step[part(p)].to(local_part(p).device))
         if self.others is not None:
             self.others.step()
 
@@ -208,7 +208,7 @@ def moment_value(moment: Tensor) -> Tensor:
 
     Values, not codes: a block of codes belongs to one way of dividing a weight, values can be divided anew.
     """
-    local = _local(moment)
+    local = local_part(moment)
     return _like(moment, local.dequantize()) if _in_codes(local) else moment
 
 
@@ -219,7 +219,7 @@ def load_moment(moment: Tensor, value: Tensor) -> None:
     Values that were the same blocks of codes before come back exactly; others (another world size cuts the weights
     elsewhere) go to the nearest code.
     """
-    local, values = _local(moment), _local(value)
+    local, values = local_part(moment), local_part(value)
     if not _in_codes(local):
         return
     local.copy_(values)
@@ -244,10 +244,6 @@ def _exactly(state: Tensor, blocks: Tensor) -> None:
         scale.copy_(torch.where(exact, tried, scale[:, None])[:, 0])
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _in_codes(local: Tensor) -> bool:
     return hasattr(local, "codes")  # torchao's tensor class, without importing torchao
 
@@ -256,7 +252,7 @@ def _like(moment: Tensor, local: Tensor) -> Tensor:
     if not isinstance(moment, DTensor):
         return local
     mesh, placements = moment.device_mesh, moment.placements
-    whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=moment.shape, stride=moment.stride())
+    whole = DTensor.fromlocal_part(local, mesh, placements, run_check=False, shape=moment.shape, stride=moment.stride())
     return whole.to(moment.device)  # from_local moves what is offloaded to the mesh's device
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from grpo_fn.shell.model import hf, load_weights
+from grpo_fn.shell.model import hf
 from grpo_fn.shell.sampler.interface import SamplerContext, positions
 from grpo_fn.shell.vllm.engine import (
     DueRequests,
@@ -390,7 +390,7 @@ class IncomingWeights:
         if self.wrong is not None:
             raise ValueError(f"push: {self.wrong}")
         if self.missing:
-            few = ", ".join([*self.missing][: load_weights.SHOWN])
+            few = ", ".join([*self.missing][: hf.SHOWN])
             raise ValueError(f"push: got no {few} ({len(self.missing)} missing), wanted every weight of the model")
 
 
@@ -399,7 +399,7 @@ def folder_weights(
 ) -> Fingerprint | None:
     """Of the weights of these names in a model folder, as an engine opens them; None where they cannot be read."""
     try:
-        stored = load_weights.entries(load_weights.folder_of(folder))
+        stored = hf.entries(hf.folder_of(folder))
     except ValueError:
         return None
     total = NOTHING

@@ -23,7 +23,7 @@ from grpo_fn.shell.logging import stopwatch
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import check_attention, check_attention_choice
 from grpo_fn.shell.model.blocks import torch_compile
-from grpo_fn.shell.policy import memory_estimate, self_teachers
+from grpo_fn.shell.policy import memory_estimate
 from grpo_fn.shell.world import find_device
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
@@ -39,7 +39,7 @@ from grpo_fn.trainer.checks.try_out import (
 )
 from grpo_fn.trainer.plan import Plan, ValidatedPlan, kv_bytes_per_token
 from grpo_fn.trainer.sections import Settings, model_source
-from grpo_fn.trainer.teachers import find_teachers, uses_teacher
+from grpo_fn.trainer.teachers import find_teachers, moving_average, start_model, uses_teacher
 
 TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -79,7 +79,7 @@ def validate(settings: Settings) -> ValidatedPlan:
         dtype=dtype,
         task=task,
         reference=reference,
-        frozen=reference or s.logging.start_kl_every > 0 or uses_teacher(s, self_teachers.start_model),
+        frozen=reference or s.logging.start_kl_every > 0 or uses_teacher(s, start_model),
         teachers=find_teachers(s, config),
         parts=parts,
         demonstrations=None if s.demonstrations is None else try_task(s.demonstrations.task),
@@ -102,7 +102,7 @@ def make_plan(settings: Settings, config: PretrainedConfig, dtype: torch.dtype, 
         max_rows=s.sampling.max_rows,
         parameters=hf.parameter_count(hf.empty_model(config)),
         trained=memory_estimate.trained_parameters(config, s.lora),
-        average=uses_teacher(s, self_teachers.moving_average),
+        average=uses_teacher(s, moving_average),
         kv_bytes_per_token=kv_bytes_per_token(config, dtype.itemsize),
     )
 

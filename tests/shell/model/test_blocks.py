@@ -22,7 +22,6 @@ from grpo_fn.shell.model.blocks import (
     blocks,
     compiled_on_cuda,
     eager,
-    execution_on,
     full_checkpointing,
     no_checkpointing,
     recompilations,
@@ -374,13 +373,3 @@ def test_the_samplers_steps_are_compiled_of_large_blocks_and_without_determinist
     for least, deterministic, wanted in ((0, False, True), (0, True, False), (10**6, False, False)):
         monkeypatch.setattr(block_changes, "SMALL_BLOCK", least)
         assert block_changes.compiles_decoding(model, deterministic=deterministic) == wanted
-
-
-def test_blocks_that_are_not_loaded_yet_run_as_their_device_to_be_has_it():
-    card, weights = torch.device("cuda", 0), block_changes.SMALL_BLOCK
-    on_card = execution_on(card, compiled_on_cuda, weights=weights)
-    assert (on_card.func, on_card.keywords) == (torch_compile, {"mode": "default"})
-    assert execution_on(card, compiled_on_cuda, weights=weights - 1) is eager
-    assert execution_on(torch.device("cpu"), compiled_on_cuda, weights=weights) is eager
-    chosen = partial(torch_compile, mode="reduce-overhead")
-    assert execution_on(torch.device("cpu"), chosen, weights=1) is chosen

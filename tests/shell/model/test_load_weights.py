@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_fn.shell.model import load_weights, lora
-from grpo_fn.shell.model.load_weights import entries, folder_of, load_shards, meta_causal_lm
+from grpo_fn.shell.model import hf, lora
+from grpo_fn.shell.model.hf import entries, folder_of, load_shards, meta_causal_lm
 
 CPU = torch.device("cpu")
 TIED = [name for name in FAMILIES if family(name).config.get_text_config().tie_word_embeddings]
@@ -190,7 +190,7 @@ def test_under_adapters_the_plain_weights_are_read_and_the_adapters_left(name: s
         meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.bfloat16), how
     )
     load_shards(model, folder, device=CPU, prefix="")
-    assert {p.is_meta for name, p in model.named_parameters() if load_weights.is_adapter(name)} == {True}
+    assert {p.is_meta for name, p in model.named_parameters() if hf.is_adapter(name)} == {True}
     with lora.switched_off(model):
         assert torch.equal(logits(model), logits(pretrained(folder, torch.bfloat16)))
 
@@ -323,7 +323,7 @@ def test_a_folder_is_itself_and_a_name_is_downloaded_without_other_formats(
         asked.update(name=name, **patterns)
         return str(tmp_path)
 
-    monkeypatch.setattr(load_weights, "snapshot_download", download)
+    monkeypatch.setattr(hf, "snapshot_download", download)
     assert folder_of("owner/model") == tmp_path
     from huggingface_hub.utils import filter_repo_objects
 

@@ -43,16 +43,16 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.model import blocks, hf, lora
-from grpo_fn.shell.model.load_weights import part, set_tensor
+from grpo_fn.shell.model.hf import part, set_tensor
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.packed_input import pack_shared_prompts
-from grpo_fn.shell.policy import self_teachers
 from grpo_fn.shell.policy.fsdp import AVERAGE, WEIGHTS, FSDPPolicy, full_tensor
 from grpo_fn.shell.policy.functional import FunctionalPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.policy.optimizer import adamw, dynamic_loss_scale, muon
 from grpo_fn.shell.world import World
+from grpo_fn.trainer.teachers import moving_average
 
 pytestmark = pytest.mark.xdist_group("sharded")
 EXAMPLES = settings.default.max_examples
@@ -550,7 +550,7 @@ def averaged(
     """What trains before and after each of two updates, what the average says then, the average, and whether nothing
     of the policy moved while it was asked."""
     policy, seen = built(world, folder, case), rollout(batch.tokens, batch.mask)
-    teacher = self_teachers.moving_average(policy, None, rate=RATE)
+    teacher = moving_average(policy, None, rate=RATE)
     trained = [{name: x.clone() for name, x in policy.weights(trained=True)}]
     said, unmoved = [policy.logp_under(teacher, seen)], True
     for _ in range(2):

@@ -64,10 +64,10 @@ from grpo_fn.core.batch import count, tokens_of_group
 from grpo_fn.core.types import Batch
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
-from grpo_fn.shell.model import blocks, load_weights, lora
+from grpo_fn.shell.model import blocks, hf, lora
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.packed_input import pack_shared_prompts
-from grpo_fn.shell.policy import tensor_parallel
+from grpo_fn.shell.policy import mesh
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, full_tensor
 from grpo_fn.shell.policy.functional import FunctionalPolicy
 from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
@@ -338,9 +338,7 @@ def test_every_rank_holds_its_share_and_all_send_alike(folders, size, replicate)
         alike([first.sent, second.sent])
     assert found[0].sent
     copies = size // 2 // replicate
-    divided = tensor_parallel.check_tp_plan(
-        load_weights.meta_causal_lm(MODELS["llama"], attention="sdpa", dtype=torch.float32), 2
-    )
+    divided = mesh.check_tensor_plan(hf.meta_causal_lm(MODELS["llama"], attention="sdpa", dtype=torch.float32), 2)
     for name, share in found[0].parts.items():
         module, _, kind = name.rpartition(".")
         halved = module in divided and (kind == "weight" or divided[module] == "colwise")
@@ -434,7 +432,7 @@ def test_a_checkpoint_goes_on_wherever_it_is_resumed(folders, tmp_path, adapted,
 
 
 def empty(config: PretrainedConfig, adapters: lora.LoRA | None = None):
-    model = load_weights.meta_causal_lm(config, attention="eager", dtype=torch.float32)
+    model = hf.meta_causal_lm(config, attention="eager", dtype=torch.float32)
     return model if adapters is None else lora.attach(model, adapters)
 
 
@@ -458,7 +456,7 @@ REFUSED = {
 def test_what_cannot_be_divided_is_refused(config, ranks, said):
     model = empty(config)
     with pytest.raises(ValueError, match=f"scale: got tensor {ranks} .*{said}"):
-        tensor_parallel.check_tp_plan(model, ranks)
+        mesh.check_tensor_plan(model, ranks)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -476,7 +474,7 @@ def test_a_plan_that_is_not_understood_is_refused(entry, style, said):
     model = empty(MODELS["qwen3"])
     model._tp_plan = {**model.tp_plan, entry: style}
     with pytest.raises(ValueError, match=said):
-        tensor_parallel.check_tp_plan(model, 2)
+        mesh.check_tensor_plan(model, 2)
 
 
 def refusal(world: World, folder: str, case: Case) -> str:
@@ -496,7 +494,7 @@ def test_it_is_refused_before_any_weight_is_looked_for(tmp_path):
 @pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize("adapted", [False, True])
 def test_embedding_and_head_and_what_is_outside_the_blocks_is_in_no_plan(model, adapted):
-    plan = tensor_parallel.check_tp_plan(empty(MODELS[model], ADAPTERS if adapted else None), 2)
+    plan = mesh.check_tensor_plan(empty(MODELS[model], ADAPTERS if adapted else None), 2)
     assert plan
     assert all(name.startswith("model.layers.") for name in plan)
     assert {name.split(".")[2] for name in plan} == {"0", "1"}
