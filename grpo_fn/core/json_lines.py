@@ -73,6 +73,14 @@ def step_lines(path: Path, *, torn_end: bool) -> list[StepLine]:
     return found
 
 
+DIGESTS = "digests.jsonl"  # checksums of every step, and what they may depend on besides
+
+
+def digests_by_step(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """The lines of a run's digests.jsonl by step; a run that is going on may be writing the last one."""
+    return {line.step: line.row for line in step_lines(run_dir / DIGESTS, torn_end=True)}
+
+
 def metrics_by_step(run_dir: Path, *, torn_end: bool) -> dict[int, dict[str, float | None]]:
     """The figures in a run's metrics.jsonl by step, null where one is not finite. Raises as `step_lines` does."""
     lines = step_lines(run_dir / "metrics.jsonl", torn_end=torn_end)

@@ -23,7 +23,7 @@ from grpo_fn.algo.step import Experience, without_signal
 from grpo_fn.config import Config, load_config
 from grpo_fn.core.batch import minibatches, pad_rollout
 from grpo_fn.core.checksums import QUANTITIES, differing_quantities, of_curriculum
-from grpo_fn.core.json_lines import metrics_by_step
+from grpo_fn.core.json_lines import DIGESTS, digests_by_step, metrics_by_step
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Carry, Gains, Groups, Rollout, Scores
 from grpo_fn.lab.replay_diff import (
@@ -43,7 +43,6 @@ from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.run_dir import MARKER
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.stopwatch import ErrorContext, Stopwatch
-from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.world import Elsewhere, LostRank, World, join_world, leave_lost
 from grpo_fn.trainer.build import build
@@ -268,10 +267,10 @@ def replay(asked: ReplayRequest) -> int:
     if asked.step < 1:
         raise ValueError(f"--step: got {asked.step}, wanted 1 or later")
     own, other = replay_config(asked.run_dir, []), replay_config(asked.run_dir, asked.overrides)
-    lines = checksums.read_checksums(asked.run_dir)
+    lines = digests_by_step(asked.run_dir)
     if asked.step not in lines and not asked.overrides:
         raise ValueError(
-            f"--step: got {asked.step}, which is not in {asked.run_dir / checksums.FILE}, "
+            f"--step: got {asked.step}, which is not in {asked.run_dir / DIGESTS}, "
             f"wanted one of {spans([*lines])} "
             "(sections.Logging.checksums_every says which steps are recorded)"
         )

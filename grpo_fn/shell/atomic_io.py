@@ -99,6 +99,13 @@ def write_json(path: Path, obj: Any) -> None:
     write_bytes(path, (to_json(obj, indent=2) + "\n").encode())
 
 
+def append_json(path: Path, obj: Mapping[str, Any]) -> None:
+    """Add `obj` as a line to a file of JSON lines, and wait until it is on the disk."""
+    with open(path, "ab") as file:
+        file.write((to_json(obj) + "\n").encode("ascii"))
+    flush_file(path)
+
+
 def is_full(error: BaseException | None) -> bool:
     """Whether a full disk is behind the error.
 

@@ -16,9 +16,10 @@ from grpo_fn.algo.curricula import choose_uids
 from grpo_fn.algo.step import Experience, Span, Stream, grpo_step
 from grpo_fn.algo.supervised import Stage, supervised_step
 from grpo_fn.core import prng
+from grpo_fn.core.json_lines import DIGESTS
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Rollout, RunState
-from grpo_fn.shell.atomic_io import write_json
+from grpo_fn.shell.atomic_io import append_json, write_json
 from grpo_fn.shell.checkpoint.async_saver import Retention
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
 from grpo_fn.shell.checkpoint.store import prune
@@ -28,7 +29,6 @@ from grpo_fn.shell.logging.console import Console, evaluation_line
 from grpo_fn.shell.logging.metrics_writer import NullLogger
 from grpo_fn.shell.logging.stopwatch import ErrorContext, is_due
 from grpo_fn.shell.model import hf, lora
-from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
 from grpo_fn.tasks.task import train_problems
 from grpo_fn.trainer import async_eval, health
@@ -263,7 +263,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
         with clock.span("log"):
             line = step_checksums(run, step, experience, progress.carried, noted)
             if run.world.main:
-                loggers.writer.do(f"the digests of step {step}", partial(checksums.append, run.run_dir, line))
+                loggers.writer.do(f"the digests of step {step}", partial(append_json, run.run_dir / DIGESTS, line))
     if run.world.main:
         with clock.span("log"):
             record(run, step, experience, loggers)

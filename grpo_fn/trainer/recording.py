@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_map_only
 from grpo_fn.algo.metrics import sample_advantages
 from grpo_fn.algo.step import Experience
 from grpo_fn.core.checksums import of_curriculum, of_step
-from grpo_fn.core.json_lines import step_lines
+from grpo_fn.core.json_lines import DIGESTS, step_lines
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import transcript
 from grpo_fn.core.types import Carry
-from grpo_fn.shell.atomic_io import flush_file, to_json
+from grpo_fn.shell.atomic_io import append_json
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.console import Console
@@ -28,7 +28,6 @@ from grpo_fn.shell.logging.stopwatch import Profiler, Stopwatch, is_due
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import choose_kernel
 from grpo_fn.shell.model.logprob_model import choose_head_kernels
-from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.policy.fsdp import StepChecksums
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import World
@@ -72,7 +71,7 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
     opened = run.settings.logging.mirror(run_dir)
     run.world.agree(lambda: mirrors.append(stack.enter_context(opened)), what="opening the mirror")
     if main:
-        for name in (checksums.FILE, KERNELS):
+        for name in (DIGESTS, KERNELS):
             rewind(run_dir / name, 0 if first else start + 1)
     profiler = Profiler(run_dir / "tensorboard", run.world, run.settings.logging.profile_steps)
     run.world.mark = profiler.mark
@@ -235,18 +234,11 @@ def record_kernels(run_dir: Path, step: int, kernels: Mapping[str, str]) -> list
     if not kernels:
         return []
     before = recorded_kernels(run_dir, step - 1)
-    append_kernels(run_dir, step, kernels)
+    append_json(run_dir / KERNELS, {"step": step, "kernels": dict(kernels)})
     odd = [
         f"{what} {before[what]} recorded, {now} now" for what, now in kernels.items() if before.get(what, now) != now
     ]
     return [f"step {step} has other kernels than before: {'; '.join(odd)}"] if odd else []
-
-
-def append_kernels(run_dir: Path, step: int, kernels: Mapping[str, str]) -> None:
-    """Add what was chosen, as of that step, and wait until it is on the disk."""
-    with open(run_dir / KERNELS, "ab") as file:
-        file.write((to_json({"step": step, "kernels": dict(kernels)}) + "\n").encode("ascii"))
-    flush_file(run_dir / KERNELS)
 
 
 def recorded_kernels(run_dir: Path, step: int) -> dict[str, str]:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fn.core.batch import pack_rollout, unpack_reward, unpack_rollout
-from grpo_fn.core.json_lines import metrics_by_step, step_lines
+from grpo_fn.core.json_lines import DIGESTS, metrics_by_step, step_lines
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, CurriculumState, Gains, Groups, RunState
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.model.lora import LoRA
-from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.world import World
 from grpo_fn.trainer import health
@@ -51,7 +50,7 @@ def figures_of(run_dir: Path, step: int) -> dict[str, float]:
 def line_gaps(run_dir: Path, step: int, checksums_every: int) -> list[str]:
     """What metrics.jsonl and digests.jsonl lack of the steps up to a checkpoint's, or have twice, in words."""
     found = []
-    for name, first, every in (("metrics.jsonl", 0, 1), (checksums.FILE, checksums_every, checksums_every)):
+    for name, first, every in (("metrics.jsonl", 0, 1), (DIGESTS, checksums_every, checksums_every)):
         seen = Counter(line.step for line in step_lines(run_dir / name, torn_end=True))
         due = range(first, step + 1, every) if every else ()
         odd = {n: seen[n] for n in sorted({*due, *seen}) if n <= step and seen[n] != 1}

@@ -346,13 +346,12 @@ def find_teachers(settings: Settings, own: PretrainedConfig) -> dict[str, tuple[
 
 def check_self_teachers(how: Teacher) -> None:
     """Raise ValueError for the live policy with its own prompt, and for several moving averages."""
-    models = how.of_policy().values()
-    if how.prompt is None and any(uses_of(live, models)):
+    if how.prompt is None and any(uses_of(live, how.models)):
         raise ValueError(
             "sections.Teacher.models: got teachers.live, the policy as it is, with the prompt that the policy reads, "
             "from which nothing is learned; wanted a sections.Teacher.prompt, or another teacher"
         )
-    if len([*uses_of(moving_average, models)]) > 1:
+    if len([*uses_of(moving_average, how.models)]) > 1:
         raise ValueError("sections.Teacher.models: got several teachers.moving_average, wanted one at most")
 
 

@@ -15,8 +15,8 @@ from e2e.running import SMALL, AtPhase, command, finish, metrics, outcome
 from e2e.test_ranks import same_run
 
 from grpo_fn import replay
+from grpo_fn.core.json_lines import digests_by_step
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.policy.checksums import read_checksums
 
 KILL = signal.SIGKILL
 FILE = str(SMALL.parent / "curriculum.gin")
@@ -91,7 +91,7 @@ def test_a_replayed_step_begins_with_the_state_before_it(
 def test_a_state_that_is_not_the_recorded_one_is_named(
     pool: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, where: str
 ) -> None:
-    run, recorded = tmp_path / "run", read_checksums(pool)
+    run, recorded = tmp_path / "run", digests_by_step(pool)
     assert len({line["curriculum"] for line in recorded.values()}) == 6
     shutil.copytree(pool, run)
     lines = [line | ({"curriculum": "0" * 16} if at == step else {}) for at, line in recorded.items()]

@@ -22,14 +22,15 @@ from hypothesis import strategies as st
 from grpo_fn import replay as tool
 from grpo_fn.core import checksums
 from grpo_fn.core.batch import by_reading, by_width, minibatches, share_prompts, trim_rows
+from grpo_fn.core.json_lines import digests_by_step
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.lab import replay as again
 from grpo_fn.lab.replay import signal_by_row
 from grpo_fn.lab.replay_diff import relative_difference
+from grpo_fn.shell.atomic_io import append_json
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.policy.checksums import read_checksums
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
-from grpo_fn.trainer.recording import append_kernels
+from grpo_fn.trainer.recording import KERNELS
 
 READ = partial(by_reading, share=share_prompts)
 LORA = ("--gin_file", "scale/lora.gin")
@@ -108,7 +109,7 @@ def other(digest: str) -> str:
 
 
 def test_every_step_of_a_run_is_recorded(whole: Path) -> None:
-    lines = read_checksums(whole)
+    lines = digests_by_step(whole)
     assert list(lines) == [1, 2, 3, 4, 5, 6]
     for name in QUANTITIES:
         assert all(re.fullmatch(r"[0-9a-f]{16}", line[name]) for line in lines.values())
@@ -192,7 +193,8 @@ def test_a_step_that_is_not_recorded_says_that_its_kernels_are_others(
     """As a run on a card has them, of whose steps some are not recorded."""
     lines = (copied / "digests.jsonl").read_text().splitlines(keepends=True)
     (copied / "digests.jsonl").write_text(lines[1])
-    append_kernels(copied, 1, {"head": "TritonKernels", "decoding attention": "split-KV kernel"})
+    kernels = {"head": "TritonKernels", "decoding attention": "split-KV kernel"}
+    append_json(copied / KERNELS, {"step": 1, "kernels": kernels})
     now = {"head": "TritonKernels", "decoding attention": "matrix products"}
     monkeypatch.setattr(again, "chosen_kernels", lambda run: now)
     code, said = replayed(copied, 2)
@@ -206,7 +208,7 @@ def test_a_step_that_is_not_recorded_says_that_its_kernels_are_others(
 def test_a_run_may_leave_steps_out(cache: Path, tmp_path: Path, replayed: Replayed) -> None:
     run = tmp_path / "run"
     assert finish(command(cache, run, STEPS=4, sections__Logging__checksums_every=2), tmp_path / "out") == 0
-    assert list(read_checksums(run)) == [2, 4]
+    assert list(digests_by_step(run)) == [2, 4]
     code, said = replayed(run, 2)
     assert code == 0, said
     assert "step 1: not recorded\n" in said
@@ -225,7 +227,7 @@ def test_a_run_may_leave_steps_out(cache: Path, tmp_path: Path, replayed: Replay
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", QUANTITIES)
 def test_the_first_quantity_that_differs_is_named(copied: Path, replayed: Replayed, name: str) -> None:
-    line = read_checksums(copied)[5]
+    line = digests_by_step(copied)[5]
     change_line(copied, 5, **{name: other(line[name])})
     change_line(copied, 6, weights="0" * 16)
     code, said = replayed(copied, 6)

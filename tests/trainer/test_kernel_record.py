@@ -9,6 +9,7 @@ import torch
 from families import family
 
 from grpo_fn.lab.replay_diff import RecordedStep, ReplayedStep, circumstances
+from grpo_fn.shell.atomic_io import append_json
 from grpo_fn.shell.logging.metrics_writer import rewind
 from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.model.logprob_model import PlainKernels
@@ -17,7 +18,6 @@ from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecode
 from grpo_fn.trainer import recording
 from grpo_fn.trainer.recording import (
     KERNELS,
-    append_kernels,
     check_same_kernels,
     chosen_kernels,
     record_kernels,
@@ -126,9 +126,9 @@ def test_a_run_that_goes_on_with_other_kernels_says_so_whatever_is_recorded_of_i
 
 def test_steps_that_are_taken_again_have_the_kernels_of_the_second_time(tmp_path: Path) -> None:
     for step, kernels in ((1, HERE), (4, PLAIN)):
-        append_kernels(tmp_path, step, kernels)
+        append_json(tmp_path / KERNELS, {"step": step, "kernels": kernels})
     rewind(tmp_path / KERNELS, 3)  # as resuming after step 2 does
-    append_kernels(tmp_path, 3, HERE)
+    append_json(tmp_path / KERNELS, {"step": 3, "kernels": HERE})
     (tmp_path / KERNELS).write_bytes((tmp_path / KERNELS).read_bytes() + b'{"step": 5, "ker')  # it is going on
     assert [recorded_kernels(tmp_path, step) for step in (2, 3, 4, 5)] == [HERE] * 4
 

@@ -29,8 +29,9 @@ from grpo_fn.core.checksums import (
     to_int64,
     total_digest,
 )
+from grpo_fn.core.json_lines import DIGESTS, digests_by_step
 from grpo_fn.core.types import Batch, CurriculumState, Reward, Rollout, Scores
-from grpo_fn.shell.policy.checksums import append, read_checksums
+from grpo_fn.shell.atomic_io import append_json
 from grpo_fn.shell.policy.fsdp import TensorBlock, block_digests, combine_ranks, local_blocks
 
 pytestmark = pytest.mark.xdist_group("digest")
@@ -363,24 +364,24 @@ def test_a_chain_is_one_of_its_links_in_their_order(one: list[int], other: list[
 
 
 def test_lines_come_back_and_a_torn_one_does_not(tmp_path: Path) -> None:
-    assert read_checksums(tmp_path) == {}
+    assert digests_by_step(tmp_path) == {}
     for number in (1, 2):
-        append(tmp_path, {"step": number, "tokens": f"{number:016x}"})
-    both = read_checksums(tmp_path)
+        append_json(tmp_path / DIGESTS, {"step": number, "tokens": f"{number:016x}"})
+    both = digests_by_step(tmp_path)
     assert both == {n: {"step": n, "tokens": f"{n:016x}"} for n in (1, 2)}
     with open(tmp_path / "digests.jsonl", "a") as file:
         file.write(json.dumps({"step": 3, "tokens": "0"})[:-4])
-    assert read_checksums(tmp_path) == both
+    assert digests_by_step(tmp_path) == both
 
 
 @pytest.mark.parametrize("line", ["", "{", "[1]", '{"tokens": "0"}', "\x00"])
 def test_a_line_that_is_none_is_reported(tmp_path: Path, line: str) -> None:
-    append(tmp_path, {"step": 1})
+    append_json(tmp_path / DIGESTS, {"step": 1})
     with open(tmp_path / "digests.jsonl", "a") as file:
         file.write(line + "\n")
-    append(tmp_path, {"step": 3})
+    append_json(tmp_path / DIGESTS, {"step": 3})
     with pytest.raises(ValueError, match=r"digests.jsonl:2: got .*, wanted a JSON object with a step"):
-        read_checksums(tmp_path)
+        digests_by_step(tmp_path)
 
 
 def test_every_array_of_a_curriculum_counts_with_its_name_and_its_turns() -> None:
