@@ -264,7 +264,7 @@ def one_step(
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("size", list(LAYOUTS))
-@settings(max_examples=max(3, EXAMPLES // 20), phases=UNSHRUNK)
+@settings(max_examples=max(2, EXAMPLES // 20), phases=UNSHRUNK)
 @given(st.data())
 def test_a_step_is_that_of_one_process(folders, size, data):
     case, which = data.draw(cases(size)), data.draw(st.sampled_from(sorted(PRODUCT)))
@@ -272,10 +272,11 @@ def test_a_step_is_that_of_one_process(folders, size, data):
     check_step(folders, size, case, which, seed, rows, parts)
 
 
-# Every family on 2 ranks, and on 4 in one of the two layouts, by turns; the rest is slow.
+# A family's own plan is the same on any number of ranks, and a rank of 4 costs as much as one of 2: every family on 2
+# ranks, one of them in every layout, and the rest among the slow tests.
 IN_LAYOUTS = [
-    pytest.param(model, size, n, marks=[] if size == 2 or n == copies[i % 2] else pytest.mark.slow)
-    for i, model in enumerate(MODELS)
+    pytest.param(model, size, n, marks=[] if size == 2 or model == "qwen3" else pytest.mark.slow)
+    for model in MODELS
     for size, copies in LAYOUTS.items()
     for n in copies
 ]
