@@ -150,9 +150,6 @@ class Spans(NamedTuple):
     first: Int[Tensor, "B"]
 
 
-Share = Callable[[Tensor, Tensor], Spans]
-
-
 def prompt_lengths(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:
     """Columns before a row's first sampled token; 0 for a row without any."""
     return torch.where(mask.any(-1), mask.int().argmax(-1), 0)
@@ -175,12 +172,6 @@ def share_prompts(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Span
     first = torch.tensor([seen.setdefault(prompt, b) for b, prompt in enumerate(prompts)], device=tokens.device)
     row = torch.arange(len(tokens), device=tokens.device)
     return Spans(torch.where(first == row, 0, length), read_lengths(mask), first)
-
-
-def each_reads_its_prompt(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Spans:
-    """Every row reads its own prompt."""
-    row = torch.arange(len(tokens), device=tokens.device)
-    return Spans(torch.zeros_like(row), read_lengths(mask), row)
 
 
 def visible_positions(spans: Spans, width: int) -> Int[Tensor, "B T"]:
@@ -210,7 +201,7 @@ class PromptPiece(NamedTuple):
 
 
 def by_reading(
-    tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], micro_tokens: int, devices: int, *, share: Share
+    tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], micro_tokens: int, devices: int
 ) -> list[Int[Tensor, "b"]]:
     """The rows of micro-batches in which each of `devices` devices reads at most `micro_tokens` tokens.
 
@@ -223,7 +214,7 @@ def by_reading(
     if devices < 1:
         raise ValueError(f"devices: got {devices}, wanted at least 1")
     device, tokens, mask = mask.device, tokens.cpu(), mask.cpu()  # one copy, not three waits for each row
-    spans = share(tokens, mask)
+    spans = share_prompts(tokens, mask)
     limit = min(micro_tokens, -(-int((spans.end - spans.start).sum()) // devices))
     loads = balance_pieces(prompt_pieces(mask, spans, limit), micro_tokens, devices)
     turns = [zip_longest(*loads[i : i + devices], fillvalue=-1) for i in range(0, len(loads), devices)]

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo import losses, objective
-from grpo_fn.core.batch import each_reads_its_prompt, prompt_lengths, read_lengths, share_prompts, visible_positions
+from grpo_fn.core.batch import prompt_lengths, read_lengths, share_prompts, visible_positions
 from grpo_fn.core.types import Batch, Scores
 
-SHARES = st.sampled_from([share_prompts, each_reads_its_prompt])
 budgets = st.tuples(st.integers(1, 40), st.integers(1, 4))  # micro_tokens, devices
 
 
@@ -36,57 +35,57 @@ def live(micro: Batch, rank: int = 0, devices: int = 1) -> list[int]:
     return [int(a) for a, on in zip(micro.adv[rank::devices, 0], micro.mask[rank::devices].any(-1), strict=True) if on]
 
 
-def read(batch: Batch, rows: list[int], share) -> int:
-    spans = share(batch.tokens[rows], batch.mask[rows])
+def read(batch: Batch, rows: list[int]) -> int:
+    spans = share_prompts(batch.tokens[rows], batch.mask[rows])
     return int((spans.end - spans.start).sum())
 
 
-@given(grouped(), budgets, SHARES)
-def test_every_row_that_sampled_something_is_dealt_out_once(drawn, budget, share):
+@given(grouped(), budgets)
+def test_every_row_that_sampled_something_is_dealt_out_once(drawn, budget):
     batch = numbered(drawn[1])
-    dealt = sorted(row for micro in packed_split(batch, *budget, share=share) for row in live(micro))
+    dealt = sorted(row for micro in packed_split(batch, *budget) for row in live(micro))
     assert dealt == batch.mask.any(-1).nonzero()[:, 0].tolist()
 
 
-@given(grouped(), budgets, SHARES)
-def test_no_device_reads_more_than_its_budget_but_for_a_row_that_does_so_alone(drawn, budget, share):
+@given(grouped(), budgets)
+def test_no_device_reads_more_than_its_budget_but_for_a_row_that_does_so_alone(drawn, budget):
     batch, (tokens, devices) = numbered(drawn[1]), budget
-    for micro in packed_split(batch, *budget, share=share):
+    for micro in packed_split(batch, *budget):
         assert micro.mask.any()
         assert len(micro.mask) % devices == 0
         assert micro.mask[:, -1].any()
         for rank in range(devices):
             rows = live(micro, rank, devices)
-            assert len(rows) <= 1 or read(batch, rows, share) <= tokens
+            assert len(rows) <= 1 or read(batch, rows) <= tokens
 
 
 @given(grouped(), st.integers(1, 4))
 def test_rows_that_read_one_prompt_are_together_where_a_device_has_space_for_them(drawn, devices):
     batch = numbered(drawn[1])
-    spans, whole = share_prompts(batch.tokens, batch.mask), read(batch, list(range(len(batch.mask))), share_prompts)
+    spans, whole = share_prompts(batch.tokens, batch.mask), read(batch, list(range(len(batch.mask))))
     where = {
         row: (i, rank)
-        for i, micro in enumerate(packed_split(batch, 10**6, devices, share=share_prompts))
+        for i, micro in enumerate(packed_split(batch, 10**6, devices))
         for rank in range(devices)
         for row in live(micro, rank, devices)
     }
     for first in {int(spans.first[row]) for row in where}:
         rows = [row for row in where if int(spans.first[row]) == first]
-        if read(batch, rows, share_prompts) <= -(-whole // devices):
+        if read(batch, rows) <= -(-whole // devices):
             assert len({where[row] for row in rows}) == 1
 
 
-@given(grouped(), budgets, SHARES)
-def test_what_is_behind_the_mask_decides_nothing(drawn, budget, share):
+@given(grouped(), budgets)
+def test_what_is_behind_the_mask_decides_nothing(drawn, budget):
     batch = numbered(drawn[1])
     last = read_lengths(batch.mask)[:, None]
     odd = batch._replace(tokens=torch.where(torch.arange(batch.tokens.shape[1]) < last, batch.tokens, -7))
-    both = [[micro.adv.tolist() for micro in packed_split(x, *budget, share=share)] for x in (batch, odd)]
+    both = [[micro.adv.tolist() for micro in packed_split(x, *budget)] for x in (batch, odd)]
     assert not batch.mask.any(-1).all() or both[0] == both[1]
 
 
-@given(grouped(), budgets, SHARES)
-def test_the_parts_add_up_to_the_whole(drawn, budget, share):
+@given(grouped(), budgets)
+def test_the_parts_add_up_to_the_whole(drawn, budget):
     logp, batch = drawn
     f = partial(
         objective.policy_objective,
@@ -98,7 +97,7 @@ def test_the_parts_add_up_to_the_whole(drawn, budget, share):
         entropy_bonus=0.0,
     )
     number = batch._replace(logp_sampled=logp)
-    parts = packed_split(number, *budget, share=share)
+    parts = packed_split(number, *budget)
 
     def value(micro: Batch, logp: Tensor) -> tuple[Tensor, float]:
         loss = partial(f, batch=micro, totals=totals(batch), gains=UNMOVED)
@@ -116,7 +115,7 @@ def test_one_long_group_is_shared_by_all_devices():
     batch = Batch(
         torch.zeros(8, 12).long(), mask, *(torch.zeros(8, 12) for _ in range(5)), torch.zeros_like(mask), mask.long()
     )
-    (micro,) = packed_split(batch, 1000, 4, share=share_prompts)
+    (micro,) = packed_split(batch, 1000, 4)
     assert [int(micro.mask[rank::4].any(-1).sum()) for rank in range(4)] == [2, 2, 2, 2]
 
 
@@ -125,16 +124,16 @@ def test_less_than_one_device_is_refused(devices):
     mask = torch.ones(1, 2, dtype=torch.bool)
     batch = Batch(mask.long(), mask, *(mask.double() for _ in range(5)), mask, mask.long())
     with pytest.raises(ValueError, match=f"got {devices}, wanted at least 1"):
-        packed_split(batch, 10, devices, share=share_prompts)
+        packed_split(batch, 10, devices)
 
 
 # -- what is read
 
 
-@given(grouped(), SHARES)
-def test_every_row_finds_its_own_tokens_in_the_stream(drawn, share):
+@given(grouped())
+def test_every_row_finds_its_own_tokens_in_the_stream(drawn):
     batch = drawn[1]
-    spans, column = share(batch.tokens, batch.mask), torch.arange(batch.tokens.shape[1])
+    spans, column = share_prompts(batch.tokens, batch.mask), torch.arange(batch.tokens.shape[1])
     at = visible_positions(spans, len(column))
     stream = batch.tokens[(column >= spans.start[:, None]) & (column < spans.end[:, None])]
     for b, n in enumerate(read_lengths(batch.mask).tolist()):

@@ -1,12 +1,11 @@
 """Rows and batches, drawn (those of the published test kit, under the name that the tests know), and cut."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from grpo_fn.core.batch import Share, by_reading, by_width, share_prompts, trim_rows
+from grpo_fn.core.batch import by_reading, by_width, trim_rows
 from grpo_fn.core.types import Batch, Gains, Scores, Totals
 from grpo_fn.testing.strategies import GARBAGE, batches, loss_rows, one_row, with_garbage, with_padding
 
@@ -50,6 +49,6 @@ def split(batch: Batch, micro_tokens: int, devices: int, parts: Callable = by_wi
     return [trim_rows(batch, rows) for rows in dealt(batch, micro_tokens, devices, parts)]
 
 
-def packed_split(batch: Batch, micro_tokens: int, devices: int, *, share: Share = share_prompts) -> list[Batch]:
+def packed_split(batch: Batch, micro_tokens: int, devices: int) -> list[Batch]:
     """Micro-batches by what is read."""
-    return split(batch, micro_tokens, devices, partial(by_reading, share=share))
+    return split(batch, micro_tokens, devices, by_reading)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from grpo_fn import replay as tool
 from grpo_fn.core import checksums
-from grpo_fn.core.batch import by_reading, by_width, minibatches, share_prompts, trim_rows
+from grpo_fn.core.batch import by_reading, by_width, minibatches, trim_rows
 from grpo_fn.core.json_lines import digests_by_step
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.lab import replay as again
@@ -32,7 +32,6 @@ from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.trainer.recording import KERNELS
 
-READ = partial(by_reading, share=share_prompts)
 LORA = ("--gin_file", "scale/lora.gin")
 QUANTITIES = [name for name in checksums.QUANTITIES if name != "curriculum"]  # of a run without one
 ALL = ", ".join(QUANTITIES)
@@ -513,8 +512,8 @@ def test_signals_go_back_to_their_rows(
     value = torch.randn(6, 8, generator=generator)
     batch = Batch(torch.zeros(6, 8).long(), mask, *([value] * 5), mask, mask.long())
 
-    split = partial(dealt, parts=READ if packing else by_width, micro_tokens=micro_tokens, devices=devices)
-    split = partial(dealt, parts=READ if packing else by_width, micro_tokens=micro_tokens, devices=devices)
+    split = partial(dealt, parts=by_reading if packing else by_width, micro_tokens=micro_tokens, devices=devices)
+    split = partial(dealt, parts=by_reading if packing else by_width, micro_tokens=micro_tokens, devices=devices)
     minis = [mini for _ in range(epochs) for mini in minibatches(batch, parts)]
     cuts = [trim_rows(mini, rows) for mini in minis for rows in split(mini)]
     sent = [(micro, Scores(micro.logp_old, torch.where(micro.mask, 1.0, torch.nan))) for micro in cuts]
@@ -541,7 +540,7 @@ def test_relative_differences_are_of_the_largest(values: list[float], by: float)
 def torchrun(module: str, *flags: str) -> subprocess.CompletedProcess:
     argv = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module, *flags]
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THby_readingS": "1"}
     return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, timeout=400, check=False)
 
 

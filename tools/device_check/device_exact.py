@@ -18,7 +18,7 @@ from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.model import blocks, hf
 from grpo_fn.shell.model.attention import choose_kernel
 from grpo_fn.shell.model.logprob_model import dense_scores, linear_scores
-from grpo_fn.shell.model.packed_input import pack_rows, pack_shared_prompts, pad_rows
+from grpo_fn.shell.model.packed_input import pack_shared_prompts, pad_rows
 from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.policy.fsdp import full_tensor
 from grpo_fn.shell.policy.functional import FunctionalPolicy
@@ -169,15 +169,12 @@ def rows(setting: Setting) -> list[Figure]:
         name = getattr(kernel, "func", kernel).__name__
         with full_float32():
             wanted = seen(built(setting, model, dtype, rows=pad_rows, temperature=TEMPERATURE), batch, signal)
-            for make in (pack_rows, pack_shared_prompts):
-                bench = built(setting, model, dtype, rows=make, temperature=TEMPERATURE)
-                apart = furthest(seen(bench, batch, signal), wanted)
-                require(
-                    bench.policy.logprob_model.input_packing.fit is True, f"{make.__name__}: got padded rows after all"
-                )
-                what = f"{make.__name__} rows, {str(dtype).removeprefix('torch.')}, {name}"
-                require(apart <= most, f"{what}: got {apart:.2g} of the norm apart, wanted at most {most:g}")
-                found.append(Figure(f"{what}, of the norm", apart, at_most=goal))
+            bench = built(setting, model, dtype, rows=pack_shared_prompts, temperature=TEMPERATURE)
+            apart = furthest(seen(bench, batch, signal), wanted)
+            require(bench.policy.logprob_model.input_packing.fit is True, "rows: got padded rows after all")
+            what = f"pack_shared_prompts rows, {str(dtype).removeprefix('torch.')}, {name}"
+            require(apart <= most, f"{what}: got {apart:.2g} of the norm apart, wanted at most {most:g}")
+            found.append(Figure(f"{what}, of the norm", apart, at_most=goal))
     return found
 
 

@@ -7,7 +7,6 @@ time never notices; attention gets the rows' layout as a `PackedAttention` that 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -15,11 +14,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from grpo_fn.core.batch import (
-    Share,
     Spans,
     by_reading,
     by_width,
-    each_reads_its_prompt,
     read_lengths,
     share_prompts,
     visible_positions,
@@ -65,18 +62,6 @@ def pad_rows(model: nn.Module) -> InputPacking:
     return PaddedInput()
 
 
-def pack_rows(model: nn.Module) -> InputPacking:
-    """No padding; every row reads its own prompt.
-
-    Args:
-        model: a causal language model of Hugging Face; its attention is made to take a layout of rows.
-
-    Returns:
-        The layout of rows in its input.
-    """
-    return PackedInput(model, each_reads_its_prompt)
-
-
 def pack_shared_prompts(model: nn.Module) -> InputPacking:
     """No padding, and a prompt that several rows begin with is read once.
 
@@ -86,7 +71,7 @@ def pack_shared_prompts(model: nn.Module) -> InputPacking:
     Returns:
         The layout of rows in its input.
     """
-    return PackedInput(model, share_prompts)
+    return PackedInput(model)
 
 
 def padded_rows(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
@@ -94,10 +79,10 @@ def padded_rows(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelI
     return ModelInput(tokens, torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape), {})
 
 
-def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, share: Share) -> ModelInput:
-    """What is read of the rows, row after row."""
+def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
+    """What is read of the rows, row after row; a prompt that several begin with once."""
     device, (tokens, mask) = tokens.device, (tokens.cpu(), mask.cpu())
-    spans = share(tokens, mask)
+    spans = share_prompts(tokens, mask)
     at = visible_positions(spans, tokens.shape[1])
     column = torch.arange(tokens.shape[1]).expand(tokens.shape)
     read = (column >= spans.start[:, None]) & (column < spans.end[:, None])
@@ -127,9 +112,9 @@ class PackedInput:
     where they are needed. A model that is not fit for it is reported once, with the reason.
     """
 
-    def __init__(self, model: nn.Module, share: Share) -> None:
+    def __init__(self, model: nn.Module) -> None:
         install(model)
-        self.model, self.share = model, share
+        self.model = model
         self.fit: bool | None = None
 
     def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
@@ -143,12 +128,11 @@ class PackedInput:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        return end_to_end(tokens, mask, share=self.share) if self.fit else padded_rows(tokens, mask)
+        return end_to_end(tokens, mask) if self.fit else padded_rows(tokens, mask)
 
     def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
         """By what is read of the rows, where they are end to end."""
-        split = partial(by_reading, share=self.share) if self.fit else by_width
-        return split(tokens, mask, micro_tokens, devices)
+        return (by_reading if self.fit else by_width)(tokens, mask, micro_tokens, devices)
 
 
 @torch.no_grad()
@@ -165,7 +149,7 @@ def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | 
         return f"it has layers of {', '.join(sorted(odd))}"
     tokens, mask = probe(config.vocab_size, device)
     padded = states(model, padded_rows(tokens, mask))
-    stream = end_to_end(tokens, mask, share=share_prompts)
+    stream = end_to_end(tokens, mask)
     try:
         got = states(model, stream)
     except torch.OutOfMemoryError:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from grpo_fn.core import prng
-from grpo_fn.core.batch import each_reads_its_prompt, share_prompts
 from grpo_fn.core.sampling import categorical
 from grpo_fn.shell.model import attention, blocks, lora, packed_input
 from grpo_fn.shell.model.attention import AttentionSpec, PackedAttention
@@ -31,7 +30,7 @@ from grpo_fn.shell.model.logprob_model import LogprobModel
 V = 13
 FLOAT32 = torch.finfo(torch.float32)
 EXAMPLES = settings.default.max_examples
-WAYS = {"packed": packed_input.pack_rows, "shared": packed_input.pack_shared_prompts}
+WAYS = {"padded": packed_input.pad_rows, "packed": packed_input.pack_shared_prompts}
 ADAPTERS = lora.LoRA(rank=2, alpha=4.0, dropout=0.0, targets="all-linear")
 
 
@@ -100,7 +99,7 @@ def found(scoring: LogprobModel, tokens: Tensor, mask: Tensor, seed: int = 0) ->
 @lru_cache(maxsize=64)
 def family(name: str, way: str, dtype: torch.dtype) -> LogprobModel:
     model = FAMILIES[name](V).to(dtype)
-    return logprob_model(model, {"padded": packed_input.pad_rows, **WAYS}[way])
+    return logprob_model(model, WAYS[way])
 
 
 def assert_alike(got: Found, wanted: Found, tolerance: float) -> None:
@@ -124,16 +123,15 @@ def rounding(single: Found, double: Found) -> float:
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-@pytest.mark.parametrize("way", list(WAYS))
 @settings(max_examples=max(5, EXAMPLES // 5))
 @given(drawn())
-def test_scores_and_gradients_are_those_of_padded_rows(name, way, some):
+def test_scores_and_gradients_are_those_of_padded_rows(name, some):
     # Both layouts round, each its own way: float32 is held against float64, not against the other's rounding. (In 1,300
     # draws the largest error of packed rows was 1.5e-6; what float64 says to the last digits is the next test.)
     wanted = found(family(name, "padded", torch.float64), *some[:2])
     padded = rounding(found(family(name, "padded", torch.float32), *some[:2]), wanted)
-    assert_alike(found(family(name, way, torch.float32), *some[:2]), wanted, 16 * FLOAT32.eps + padded)
-    assert family(name, way, torch.float32).input_packing.fit
+    assert_alike(found(family(name, "packed", torch.float32), *some[:2]), wanted, 16 * FLOAT32.eps + padded)
+    assert family(name, "packed", torch.float32).input_packing.fit
 
 
 class Norm(nn.Module):
@@ -162,26 +160,25 @@ def precise(model: nn.Module) -> nn.Module:
 
 @lru_cache(maxsize=64)
 def precise_family(name: str, way: str) -> LogprobModel:
-    return logprob_model(precise(FAMILIES[name](V)), {"padded": packed_input.pad_rows, **WAYS}[way])
+    return logprob_model(precise(FAMILIES[name](V)), WAYS[way])
 
 
 # Gemma's softmax and soft cap are computed in float32 by its own eager attention.
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma2_capped"])
-@pytest.mark.parametrize("way", list(WAYS))
 @settings(max_examples=max(3, EXAMPLES // 10))
 @given(drawn())
-def test_and_to_the_last_digits_of_float64_where_the_model_computes_in_it(name, way, some):
-    wanted, got = (found(precise_family(name, which), *some[:2]) for which in ("padded", way))
+def test_and_to_the_last_digits_of_float64_where_the_model_computes_in_it(name, some):
+    wanted, got = (found(precise_family(name, which), *some[:2]) for which in WAYS)
     assert_alike(got, wanted, 1e-13)
 
 
 @settings(max_examples=max(5, EXAMPLES // 5))
-@given(drawn(), st.sampled_from(sorted(FAMILIES)), st.sampled_from(sorted(WAYS)))
-def test_what_stands_behind_the_last_sampled_token_changes_nothing(some, name, way):
+@given(drawn(), st.sampled_from(sorted(FAMILIES)))
+def test_what_stands_behind_the_last_sampled_token_changes_nothing(some, name):
     tokens, mask, _ = some
     last = (torch.arange(tokens.shape[1]) * mask).amax(-1, keepdim=True)
     garbage = torch.where(torch.arange(tokens.shape[1]) > last, -(2**40), tokens)  # no token at all
-    tried = family(name, way, torch.float32)
+    tried = family(name, "packed", torch.float32)
     if mask.any():
         mended = torch.where(mask.any(-1, keepdim=True), garbage, tokens)
         got, wanted = found(tried, mended, mask), found(tried, tokens, mask)
@@ -190,10 +187,9 @@ def test_what_stands_behind_the_last_sampled_token_changes_nothing(some, name, w
         assert all(torch.equal(got.grads[n], x) for n, x in wanted.grads.items())
 
 
-@pytest.mark.parametrize("way", list(WAYS))
 @settings(max_examples=max(5, EXAMPLES // 5))
 @given(drawn(), st.data())
-def test_a_broken_prompt_breaks_its_own_rows_alone(way, some, data):
+def test_a_broken_prompt_breaks_its_own_rows_alone(some, data):
     tokens, mask, prompts = some
     odd = data.draw(st.sampled_from(prompts))
     mine = torch.tensor([p == odd for p in prompts])
@@ -203,9 +199,9 @@ def test_a_broken_prompt_breaks_its_own_rows_alone(way, some, data):
     with torch.no_grad():
         broken.get_input_embeddings().weight[0] = torch.nan
     with torch.no_grad():
-        scoring = logprob_model(broken, WAYS[way])
+        scoring = logprob_model(broken, packed_input.pack_shared_prompts)
         scoring.input_packing.fit = True  # asked of a broken model, it would be found unfit
-        got, wanted = scoring(tokens, mask)[0], logprob_model(sound, WAYS[way])(tokens, mask)[0]
+        got, wanted = scoring(tokens, mask)[0], logprob_model(sound, packed_input.pack_shared_prompts)(tokens, mask)[0]
     assert got[mine & mask.any(-1)][mask[mine & mask.any(-1)]].isnan().all()
     torch.testing.assert_close(got[~mine], wanted[~mine], rtol=0, atol=1e-5)
 
@@ -223,18 +219,17 @@ def test_the_stream_is_every_prompt_once_and_every_completion_but_its_last_token
         row[:n] for row, n in zip(whole, [n for n, on in zip(start, live.tolist(), strict=True) if on], strict=True)
     }
     read = sum(len(p) for p in begun) + sum(n - m for n, m, on in zip(last, start, live.tolist(), strict=True) if on)
-    for share, wanted in ((share_prompts, read), (each_reads_its_prompt, sum(map(len, whole)))):
-        stream = packed_input.end_to_end(tokens, mask, share=share)
-        assert stream.tokens.shape == (1, max(1, wanted))
-        for b, (n, on) in enumerate(zip(last, live.tolist(), strict=True)):
-            at = stream.at[b, : n if on else 0]
-            assert torch.equal(stream.tokens[0, at], tokens[b, : len(at)])
-            assert torch.equal(stream.model_kwargs["position_ids"][0, at], torch.arange(len(at)))
+    stream = packed_input.end_to_end(tokens, mask)
+    assert stream.tokens.shape == (1, max(1, read))
+    for b, (n, on) in enumerate(zip(last, live.tolist(), strict=True)):
+        at = stream.at[b, : n if on else 0]
+        assert torch.equal(stream.tokens[0, at], tokens[b, : len(at)])
+        assert torch.equal(stream.model_kwargs["position_ids"][0, at], torch.arange(len(at)))
 
 
-@given(drawn(), st.sampled_from([share_prompts, each_reads_its_prompt]), st.sampled_from([None, 1, 3, 100]))
-def test_every_query_of_the_stream_is_in_one_bucket_and_sees_its_row_up_to_itself(some, share, window):
-    layout: PackedAttention = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
+@given(drawn(), st.sampled_from([None, 1, 3, 100]))
+def test_every_query_of_the_stream_is_in_one_bucket_and_sees_its_row_up_to_itself(some, window):
+    layout: PackedAttention = packed_input.end_to_end(*some[:2]).model_kwargs["layout"]
     sights: dict[int, set[int]] = {}
     for number, one in enumerate(layout.buckets):
         mask = layout.mask(number, window, torch.float32)
@@ -254,10 +249,9 @@ def test_every_query_of_the_stream_is_in_one_bucket_and_sees_its_row_up_to_itsel
     assert torch.equal(layout.stream_order([stream[one.query] for one in layout.buckets]), stream)
 
 
-@pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_without_a_row_every_parameter_has_a_gradient_of_zero(name, way):
-    got = found(family(name, way, torch.float32), GROUPS.tokens, torch.zeros_like(GROUPS.mask))
+def test_without_a_row_every_parameter_has_a_gradient_of_zero(name):
+    got = found(family(name, "packed", torch.float32), GROUPS.tokens, torch.zeros_like(GROUPS.mask))
     assert not got.logp.any()
     assert all(not x.any() for x in got.grads.values())
 
@@ -475,11 +469,10 @@ def as_flash_3_has_it(q, k, v, *rest, **how):
 @given(
     drawn(),
     st.sampled_from([None, 1, 2, 5]),
-    st.sampled_from([share_prompts, each_reads_its_prompt]),
     st.sampled_from([1, 2]),
 )
-def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, window, share, heads):
-    layout: PackedAttention = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
+def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, window, heads):
+    layout: PackedAttention = packed_input.end_to_end(*some[:2]).model_kwargs["layout"]
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, h, 8, generator=g, dtype=torch.float64) for h in (2, heads, heads))
     how = AttentionSpec(window, scale=0.3, dropout=0.0, cap=None, backend="sdpa")
@@ -502,10 +495,10 @@ def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, wind
 
 
 @settings(max_examples=max(5, EXAMPLES // 5))
-@given(drawn(), st.sampled_from([share_prompts, each_reads_its_prompt]))
-def test_keys_and_values_are_gathered_at_once_and_pulled_back_to_those_that_were_read(some, share):
+@given(drawn())
+def test_keys_and_values_are_gathered_at_once_and_pulled_back_to_those_that_were_read(some):
     """As two gathers are, whose pullbacks add up what each token gets from all that read it."""
-    layout: PackedAttention = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
+    layout: PackedAttention = packed_input.end_to_end(*some[:2]).model_kwargs["layout"]
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
     made = partial(torch.randn, generator=g, dtype=torch.float64)
     apart, together = ([x.clone().requires_grad_() for x in found] for found in [(made(n, 2, 8), made(n, 2, 4))] * 2)
