@@ -363,6 +363,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def spread_as(tensor: Tensor, local: Tensor) -> Tensor:
+    """The tensor of which this rank's part is `local`, spread over the ranks as `tensor` is; of a plain one `local`."""
+    if not isinstance(tensor, DTensor):
+        return local
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 def part(tensor: Tensor) -> Part:
     """Where this rank's part lies in the whole tensor."""
     if not isinstance(tensor, DTensor):

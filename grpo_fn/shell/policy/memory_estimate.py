@@ -41,6 +41,7 @@ class Weight(NamedTuple):
     whole: int  # of it while its module computes, gathered
     trained: bool
     block: int | None  # which block gathers it; None: the root, with embedding, last norm and head
+    matrix: bool
 
 
 class Arrangement(NamedTuple):
@@ -218,7 +219,7 @@ def device_memory(
     """
     replicate, shard, tensor = mesh
     parts = weights(meta_model(config, adapters, attention), shard, tensor)
-    teacher_weights = [[w for w, _ in weights(meta_model(one, None, attention), shard, tensor)] for one in teachers]
+    teacher_weights = [weights(meta_model(one, None, attention), shard, tensor) for one in teachers]
     roots = dtype.itemsize * sum(sizes_by_block(one)[None] for one in teacher_weights)
     alone = replicate * shard * tensor == 1
     gathers = not alone or scale.offload or (adapters is None and dtype is not torch.float32)
@@ -249,7 +250,7 @@ def device_memory(
         ),
         cache,
     )
-    return per_device([weight for weight, _ in parts], moment_bytes(optimizer, parts), passing, how)
+    return per_device(parts, moment_bytes(optimizer, parts), passing, how)
 
 
 def head_dimensions(config: PretrainedConfig) -> tuple[int, int]:
@@ -270,8 +271,8 @@ def trained_parameters(config: PretrainedConfig, adapters: lora.LoRA | None) -> 
     return sum(p.numel() for p in meta_model(config, adapters, "eager").parameters() if p.requires_grad)
 
 
-def weights(model: nn.Module, shard: int, tensor: int) -> list[tuple[Weight, bool]]:
-    """Every weight, divided over `tensor` and then over `shard` devices, and whether it is a matrix.
+def weights(model: nn.Module, shard: int, tensor: int) -> list[Weight]:
+    """Every weight, divided over `tensor` and then over `shard` devices.
 
     FSDP2 divides the first dimension, the first device has the most: ceil(rows / shard) of them.
     """
@@ -281,7 +282,7 @@ def weights(model: nn.Module, shard: int, tensor: int) -> list[tuple[Weight, boo
     for name, p in model.named_parameters():
         first, *rest = _divided(name, p.shape, plan, tensor)
         part, whole = -(-first // shard) * prod(rest), first * prod(rest)
-        parts.append((Weight(part, whole, p.requires_grad, block.get(id(p))), p.ndim >= 2))
+        parts.append(Weight(part, whole, p.requires_grad, block.get(id(p)), p.ndim >= 2))
     return parts
 
 
@@ -299,13 +300,13 @@ def _divided(name: str, shape: Sequence[int], plan: TensorPlan, ranks: int) -> l
 # -- the optimizer
 
 
-def moment_bytes(optimizer: Callable[..., torch.optim.Optimizer], parts: Sequence[tuple[Weight, bool]]) -> int:
+def moment_bytes(optimizer: Callable[..., torch.optim.Optimizer], parts: Sequence[Weight]) -> int:
     """Bytes of the optimizer's state for what trains of `parts`, found by letting it step on small weights.
 
     A weight of n numbers is asked for at two sizes that agree with n modulo SAMPLE, and extrapolated from them. Raises
     what the optimizer raises, ValueError for a library that is not installed.
     """
-    sizes = [(w.part, (matrix, w.block is None)) for w, matrix in parts if w.trained and w.part]
+    sizes = [(w.part, (w.matrix, w.block is None)) for w in parts if w.trained and w.part]
     samples = {(n, kind) for part, kind in sizes for n in _samples(part)}
     cost = dict(zip(samples, _stepped(optimizer, list(samples)), strict=True)) if samples else {}
     return sum(_extrapolated(part, [cost[n, kind] for n in _samples(part)]) for part, kind in sizes)

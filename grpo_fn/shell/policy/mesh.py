@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -222,10 +222,7 @@ def add_gradient(weight: nn.Parameter, cast: Tensor) -> None:
     """Add the gradient of a weight's cast to that of the weight, in the weight's dtype; the cast has none any more."""
     gradient, cast.grad = cast.grad, None
     if weight.grad is None:
-        local = gradient.to(weight.dtype)
-        weight.grad = DTensor.from_local(
-            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
+        weight.grad = hf.spread_as(weight, gradient.to(weight.dtype))
     else:
         weight.grad.to_local().add_(gradient)
     hooks: dict[int, Callable[[Tensor], None]] = getattr(weight, "_post_accumulate_grad_hooks", None) or {}

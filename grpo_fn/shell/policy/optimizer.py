@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo_fn.shell.model.hf import local_part, part
+from grpo_fn.shell.model.hf import local_part, part, spread_as
 
 SMALLEST = 1e-12  # scale of a block of zeros, as torchao has it
 
@@ -209,7 +209,8 @@ def moment_value(moment: Tensor) -> Tensor:
     Values, not codes: a block of codes belongs to one way of dividing a weight, values can be divided anew.
     """
     local = local_part(moment)
-    return _like(moment, local.dequantize()) if _in_codes(local) else moment
+    # What is offloaded is moved to the mesh's device on the way, and back.
+    return spread_as(moment, local.dequantize()).to(moment.device) if _in_codes(local) else moment
 
 
 @torch.no_grad()
@@ -246,14 +247,6 @@ def _exactly(state: Tensor, blocks: Tensor) -> None:
 
 def _in_codes(local: Tensor) -> bool:
     return hasattr(local, "codes")  # torchao's tensor class, without importing torchao
-
-
-def _like(moment: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(moment, DTensor):
-        return local
-    mesh, placements = moment.device_mesh, moment.placements
-    whole = DTensor.fromlocal_part(local, mesh, placements, run_check=False, shape=moment.shape, stride=moment.stride())
-    return whole.to(moment.device)  # from_local moves what is offloaded to the mesh's device
 
 
 # -- the loss scale of float16

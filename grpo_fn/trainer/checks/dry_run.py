@@ -172,7 +172,7 @@ def device_step(
     samples, updates = isinstance(algorithm, Algorithm), plan.epochs * plan.minibatches
     old_logp = samples and updates > 1 and function_and_knobs(algorithm.old_logp)[0] is from_trainer
     card = plan_blocks(how, None, config=checked.config, deterministic=settings.compute.deterministic)
-    matrices = [w for w, matrix in memory_estimate.weights(model, 1, 1) if matrix and w.block is not None]
+    matrices = [w for w in memory_estimate.weights(model, 1, 1) if w.matrix and w.block is not None]
     step = DeviceStep(
         mesh=mesh,
         blocks=len({w.block for w in matrices}),
@@ -197,7 +197,7 @@ def device_step(
     )
     parts = -(-step.tokens() // (plan.minibatches * settings.policy.micro_tokens))
     parts = plan.minibatches * max(parts, settings.policy.min_micro_batches)
-    return replace(step, micro_batches=parts), [w for w, _ in memory_estimate.weights(model, shard, tensor)]
+    return replace(step, micro_batches=parts), memory_estimate.weights(model, shard, tensor)
 
 
 def sampling_seconds(step: DeviceStep) -> float:

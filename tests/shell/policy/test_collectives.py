@@ -269,7 +269,7 @@ def test_a_dry_run_counts_the_bytes_that_a_rank_receives(sample) -> None:
         **{"group_size": 8, "prompt_tokens": 6, "new_tokens": 10, "frozen_passes": 0, "epochs": 1, "minibatches": 1},
         micro_batches=micro_batches,
     )
-    weights = [weight for weight, _ in memory_estimate.weights(model, 4, 2)]
+    weights = memory_estimate.weights(model, 4, 2)
     said = {one.name: one.bytes for one in traffic(step, weights, how, on_host=ON_HOST)}
     assert said["weights, gathered"] == received["_allgather_base_", 4]
     assert said["gradients, reduced"] == received["_reduce_scatter_base_", 4]

@@ -53,7 +53,7 @@ def test_weights_gradients_and_moments_are_what_is_allocated(folder, allocated, 
     )
     moments = memory_estimate.moment_bytes(rank.ADAMW, parts)
     how = Arrangement(dtype.itemsize, size > 1, True, False, False, False)
-    said = per_device([w for w, _ in parts], moments, NOTHING, how)
+    said = per_device(parts, moments, NOTHING, how)
     standing, training = ({part.name: part.bytes for part in phase} for phase in (said.standing, said.training))
     got = [each[rank.WAYS.index(way)] for each in allocated[size]]
     assert [x["weights"] for x in got] == [standing["weights"]] * size
@@ -230,7 +230,7 @@ def test_nothing_of_the_models_size_is_allocated():
     )
     parts = memory_estimate.weights(memory_estimate.meta_model(config, rank.HOW, "sdpa"), 16, 1)
     assert sum(w.whole for w, _ in parts) > 4e9
-    assert memory_estimate.moment_bytes(rank.ADAMW, parts) < 8.1 * sum(w.part for w, _ in parts if w.trained)
+    assert memory_estimate.moment_bytes(rank.ADAMW, parts) < 8.1 * sum(w.part for w in parts if w.trained)
 
 
 class Moment8(torch.optim.Optimizer):
@@ -256,7 +256,7 @@ def test_an_optimizer_is_asked_what_it_keeps(shapes):
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     made = Moment8(params)
     made.step()
-    parts = [(memory_estimate.Weight(p.numel(), p.numel(), True, None), True) for p in params]
+    parts = [memory_estimate.Weight(p.numel(), p.numel(), True, None, True) for p in params]
     assert memory_estimate.moment_bytes(Moment8, parts) == sum(
         memory_estimate.tensor_bytes(made.state[p].values()) for p in params
     )
@@ -277,7 +277,7 @@ def test_muon_keeps_one_moment_of_a_blocks_matrix_and_two_of_the_rest(folder):
 
 
 def test_what_is_frozen_has_no_moments():
-    assert memory_estimate.moment_bytes(Moment8, [(memory_estimate.Weight(10, 10, False, None), True)]) == 0
+    assert memory_estimate.moment_bytes(Moment8, [memory_estimate.Weight(10, 10, False, None, True)]) == 0
 
 
 @pytest.mark.parametrize("adapters", [None, rank.HOW])
@@ -285,7 +285,7 @@ def test_tensor_parallel_divides_the_blocks_products_alone(adapters: lora.LoRA |
     config = Qwen2Config(**SHAPE, num_hidden_layers=3)
     model = memory_estimate.meta_model(config, adapters, "sdpa")
     whole, halves = memory_estimate.weights(model, 1, 1), memory_estimate.weights(model, 1, 2)
-    for (name, p), (one, matrix), (half, _) in zip(model.named_parameters(), whole, halves, strict=True):
+    for (name, p), one, half in zip(model.named_parameters(), whole, halves, strict=True):
         layer = "_proj" in name
         row_bias, first = (
             name.endswith("o_proj.bias") or name.endswith("down_proj.bias"),
@@ -293,11 +293,11 @@ def test_tensor_parallel_divides_the_blocks_products_alone(adapters: lora.LoRA |
         )
         free = not layer or row_bias or (".lora_B." in name if first else ".lora_A." in name)
         assert half.part == half.whole == one.whole // (1 if free else 2), name
-        assert matrix == (p.ndim == 2)
+        assert one.matrix == (p.ndim == 2)
 
 
 weight = st.builds(
-    lambda part, ranks, trained, block: memory_estimate.Weight(part, part * ranks, trained, block),
+    lambda part, ranks, trained, block: memory_estimate.Weight(part, part * ranks, trained, block, True),
     st.integers(1, 1000),
     st.integers(1, 4),
     st.booleans(),
