@@ -15,6 +15,7 @@ from inspect import signature
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -139,7 +140,7 @@ class PackedAttention:
         compiled anew.
         """
         self.windows.append(how.window)
-        streams = [x[0].transpose(0, 1) for x in (query, key, value)]
+        streams = [rearrange(x, "1 h n d -> n h d") for x in (query, key, value)]
         return choose_kernel(query, how.backend, how.cap)(*streams, self, how)[None]
 
 
@@ -527,10 +528,11 @@ def bucketed_attention(
     groups, outputs = query.shape[1] // key.shape[1], []
     for number, bucket in enumerate(layout.buckets):
         q, k, v = gather_tokens(query, bucket.query), gather_tokens(key, bucket.key), gather_tokens(value, bucket.key)
-        q, k, v = (
-            x.transpose(1, 2) for x in (q, *(x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v)))
-        )
-        outputs.append(core(q, k, v, layout.mask(number, how.window, query.dtype), how).transpose(1, 2))
+        if groups > 1:  # query head h reads head h // groups of the keys
+            k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+        q, k, v = (rearrange(x, "b n h d -> b h n d") for x in (q, k, v))
+        seen = core(q, k, v, layout.mask(number, how.window, query.dtype), how)
+        outputs.append(rearrange(seen, "b h n d -> b n h d"))
     return layout.stream_order(outputs)
 
 
