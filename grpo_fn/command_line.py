@@ -8,6 +8,7 @@ import argparse
 import errno
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -58,6 +59,12 @@ def launcher_command(ranks: int) -> str:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     hosts = f"--nnodes {ranks // here} " if ranks > here else ""
     return "python" if ranks == 1 else f"torchrun {hosts}--nproc-per-node {here}"
+
+
+def resume_command(run_dir: Path, ranks: int) -> str:
+    """The command that goes on with a run, whatever it was started with: its folder holds the configuration."""
+    words = ["--gin_file", str(run_dir / "config.gin"), "--run_dir", str(run_dir)]
+    return f"{launcher_command(ranks)} -m grpo_fn.run {shlex.join(words)}"
 
 
 def free_folder(first: Path) -> Path:

@@ -34,7 +34,7 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.functional import FunctionalPolicy
 from grpo_fn.trainer.checks.validate import check_parts
 from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, locate
-from grpo_fn.trainer.run import SAMPLING
+from grpo_fn.trainer.prepare import SAMPLING
 
 LARGEST = 2**29  # entries of the table of row gradients
 MICRO_TOKENS = 4096  # padded tokens in one forward pass: the logits are dense here

@@ -5,44 +5,32 @@ metrics takes them in. Until then the evaluation is pending. So are it and its s
 once and stays: there a run that ends meanwhile finds the weights again.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import isfinite
 
-from torch import Tensor
-
-from grpo_fn.core import sampling
+from grpo_fn.core import prng, sampling
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging.console import evaluation_line
 from grpo_fn.shell.logging.stopwatch import ErrorContext
-from grpo_fn.shell.reward_workers.reward_pool import RewardPool, ScoringInterrupted
+from grpo_fn.shell.reward_workers.reward_pool import ScoringInterrupted
 from grpo_fn.shell.sampler.interface import EngineSampler
-from grpo_fn.shell.world import World
 from grpo_fn.trainer import health
 from grpo_fn.trainer.background import ShouldStop
+from grpo_fn.trainer.build import TrainingRun
 from grpo_fn.trainer.evaluation import GradedAnswer, grader_names, summarise
+from grpo_fn.trainer.prepare import EVALUATION
 from grpo_fn.trainer.recording import Findings, RunLoggers, record_evaluation, report_findings
-from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
 from grpo_fn.trainer.sections import Health
 from grpo_fn.trainer.state import BEST, Progress, figures_of, reload_policy
 
 ROUND = 0.5  # seconds between two looks at whether to stop, while one waits
 
 
-@contextmanager
-def open_evaluator(
-    make: Callable[[], EngineSampler], pool: Callable[[], RewardPool], key: Tensor, world: World
-) -> Iterator[AsyncEvaluator]:
-    """The evaluator while the run goes on. `make` starts the engine."""
-    with closing(world.together(make, what="starting the evaluator")) as sampler:
-        yield AsyncEvaluator(sampler, pool, key)
-
-
 EvaluationResult = tuple[list[GradedAnswer], list[str]]  # and complaints of graders, on rows that were lost
 
 
-def run_evaluation(run: TrainingRun, evaluator: AsyncEvaluator, should_stop: ShouldStop) -> EvaluationResult:
+def run_evaluation(run: TrainingRun, evaluator: EngineSampler, should_stop: ShouldStop) -> EvaluationResult:
     """The evaluation itself, on the main rank alone. Its workers begin and end with it: they live in its thread.
 
     Raises ScoringInterrupted once `should_stop` says so: it is asked every few decode steps, or after every completion
@@ -54,10 +42,11 @@ def run_evaluation(run: TrainingRun, evaluator: AsyncEvaluator, should_stop: Sho
         if should_stop():
             raise ScoringInterrupted("evaluation: got a request to stop")
 
-    with evaluator.pool() as pool:
-        greedy, sampled = (evaluator.sampler.for_evaluation(f, check) for f in (sampling.greedy, how.token_sampler))
+    with run.settings.rewards.pool() as pool:
+        greedy, sampled = (evaluator.for_evaluation(f, check) for f in (sampling.greedy, how.token_sampler))
         score = partial(pool.score, should_stop=should_stop)
-        return how.grade_answers(greedy, sampled, run.held_out, key=evaluator.key, score=score), [*pool.complaints]
+        key = prng.fold_in(run.key, EVALUATION)
+        return how.grade_answers(greedy, sampled, run.held_out, key=key, score=score), [*pool.complaints]
 
 
 def advance_evaluation(
@@ -98,7 +87,7 @@ def finish_evaluations(run: TrainingRun, progress: Progress, loggers: RunLoggers
 
 def begin_evaluation(run: TrainingRun, step: int, loggers: RunLoggers) -> None:
     """Push the policy's weights, which are those of `step`, and have the questions asked; every rank takes part."""
-    loggers.evaluator.sampler.load(run.policy)
+    loggers.evaluator.load(run.policy)
     loggers.background.start_task(f"evaluation of step {step}", partial(run_evaluation, run, loggers.evaluator))
 
 

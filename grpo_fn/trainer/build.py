@@ -4,62 +4,124 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
-from typing import NamedTuple
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_fn.algo.curricula import begin_curriculum, check_arrays, sample_and_follow
+from grpo_fn.algo.group_sampling import Explore, GroupBatch
+from grpo_fn.algo.step import AT_THE_START, Algorithm
 from grpo_fn.algo.supervised import Stage
+from grpo_fn.config import Config
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
-from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Rollout
+from grpo_fn.core.problem import Problem, Scorer
+from grpo_fn.core.types import Carry, Groups, Reward, Rollout
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.demonstrations import check_demonstrations, given_rollout, shown_rows
+from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
 from grpo_fn.shell.model.logprob_model import LogprobModel, chunk_elements
-from grpo_fn.shell.policy.fsdp import FSDPPolicy
-from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
+from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
+from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
 from grpo_fn.shell.reward_workers.early_rewards import EarlyRewards, parts_of
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.interface import (
     DataParallelSampler,
+    EngineSampler,
     OnCompletions,
     SamplerContext,
     SamplerOptions,
     TokenSampler,
+    TrainingSampler,
     positions,
     spread_score,
 )
-from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.world import World
-from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
-from grpo_fn.trainer.async_eval import open_evaluator
-from grpo_fn.trainer.checks.try_out import check_judges_answer, fitting_episodes, with_record
+from grpo_fn.trainer.checks.try_out import check_judges_answer, with_record
 from grpo_fn.trainer.plan import StartReport, ValidatedPlan, plan_lines, rank_line, sampler_line, settle_blocks
-from grpo_fn.trainer.run import (
+from grpo_fn.trainer.prepare import (
     ADAPTERS,
+    CHOOSING,
     DATA,
-    EVALUATION,
     PROBING,
-    SHOWING,
-    RunRequest,
-    TrainingRun,
+    PreparedModel,
+    check_run_demonstrations,
+    demonstration_key,
     draws_to_check,
-    run_algorithm,
+    prepare_data,
 )
-from grpo_fn.trainer.sections import Data, Episodes, Sampling, Settings, open_environments
+from grpo_fn.trainer.sections import Data, Sampling, Settings, open_environments
 from grpo_fn.trainer.state import check_steps, has_progress
 from grpo_fn.trainer.teachers import PreparedTeachers, prepare_teachers, teacher_of_run
 
-BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
+SampleGroups = Callable[[Explore, Carry, int], GroupBatch]
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What the command line asks for."""
+
+    config: Config
+    run_dir: Path
+    dry_run: bool
+    ranks: int  # that a dry run is asked about, evenly on so many hosts
+    hosts: int
+    force: bool
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """The pieces of a run: its settings, and what was made from them."""
+
+    settings: Settings
+    request: RunRequest
+    key: Tensor
+    world: World
+    policy: FSDPPolicy
+    start_model: ReferenceModel | None  # the frozen start model, where a copy is kept
+    sampler: TrainingSampler
+    engine: EngineSampler  # of the sampler, for evaluations
+    tokenizer: PreTrainedTokenizerBase
+    algo: Algorithm | Stage
+    reward: Callable[[Sequence[Problem], Rollout], Reward]
+    teacher: Callable[[Groups, Tensor], Tensor] | None  # log-probs of the sampled tokens under the teachers
+    demonstration_rows: Callable[[Sequence[Problem]], Rollout]  # of problems, one row each
+    demonstrations: Callable[[int], Rollout] | None  # steps taken -> given rows beside the sampled ones
+    task: Task
+    evaluator: Callable[[], EngineSampler] | None  # starts an engine beside the training; None: its own evaluates
+    pool: RewardPool
+    environments: Environments | None  # of rows that are episodes
+    plan: Sequence[str]  # the numbers of the run, for the log
+    ranks: Sequence[str]  # a line for each rank, for the log
+    started: float  # time.perf_counter() when the program began to work
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder."""
+        return self.request.run_dir
+
+    @property
+    def score(self) -> Scorer:
+        """Rewards of completions by the workers of all ranks."""
+        return spread_score(self.pool.score, self.world)
+
+    def evaluation_sampler(self, token_sampler: TokenSampler) -> DataParallelSampler:
+        """The training's engine, drawing with `token_sampler`."""
+        return DataParallelSampler(self.engine.for_evaluation(token_sampler), self.world)
+
+    @property
+    def held_out(self) -> Sequence[Problem]:
+        """The problems of the evaluation."""
+        return self.task.test
 
 
 def prepare_process(device: torch.device, *, deterministic: bool) -> None:
@@ -96,15 +158,38 @@ def build(
     teachers = teacher_specs(s, spec, checked, taught.folders)
     load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=teachers)
     loaded = world.together(load, what="loading the model")
-    policy = build_policy(s, loaded, world, reference=checked.reference)
+    policy = FSDPPolicy(
+        loaded.logprob_model,
+        world=world,
+        data=loaded.data,
+        reference_model=loaded.reference_model if checked.reference else None,
+        dropout_modules=loaded.dropout_modules,
+        seed=s.seed,
+        **vars(s.policy),
+    )
     early = EarlyRewards(pool := s.rewards.pool(), parts_of(s.rewards.reward))
     draw = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     options = sampler_options(tokenizer, draw, s.sampling, s.data, environments, early.on_completions)
-    start = partial(s.sampling.sampler, sampler_context(spec, world, loaded.decoding), options)
     report(sampler_line(s, checked.config, world.device))
-    sampler = world.together(start, what="starting the sampler")
-    probe = weight_probe(s.sampling.probe, checked, prng.fold_in(key, PROBING))
-    with closing(sampler), pool, environment_workers:
+    start = partial(s.sampling.sampler, sampler_context(spec, world, loaded.decoding), options)
+    engine = world.together(start, what="starting the sampler")
+    probe = s.sampling.probe and partial(
+        s.sampling.probe,
+        key=prng.fold_in(key, PROBING),
+        max_positions=positions(checked.config),
+        dtype=checked.dtype,
+    )
+    read = partial(
+        given_rollout,
+        tokenizer=tokenizer,
+        device=world.device,
+        demonstration=s.data.demonstration,
+        encode=s.data.encode_prompt,
+    )
+    shown = s.demonstrations and partial(
+        shown_rows, checked.demonstrations, demonstration_key(s), s.demonstrations.rows, read
+    )
+    with closing(engine), pool, environment_workers:
         yield TrainingRun(
             settings=s,
             request=request,
@@ -113,24 +198,22 @@ def build(
             policy=policy,
             start_model=loaded.reference_model,
             sampler=AsyncSampler(
-                DataParallelSampler(sampler, world, probe),
+                DataParallelSampler(engine, world, probe),
                 partial(train_problems, task, prng.fold_in(key, DATA)),
                 max_staleness=s.sampling.max_staleness,
                 deadline=s.sampling.timeout,
             ),
-            greedy=DataParallelSampler(sampler.for_evaluation(token_samplers.greedy), world),
-            sampled=DataParallelSampler(sampler.for_evaluation(s.evaluation.token_sampler), world),
+            engine=engine,
             tokenizer=tokenizer,
             algo=run_algorithm(s, task),
             reward=partial(early.reward_of, reward=s.rewards.reward, world=world),
             teacher=teacher_of_run(s.teacher, policy, loaded, taught, world),
-            demonstration_rows=(read := demonstration_reader(s.data, tokenizer, world.device)),
-            demonstrations=demonstrations_of_step(s, checked, read),
+            demonstration_rows=read,
+            demonstrations=shown,
             task=task,
-            evaluator=build_evaluator(s, spec, tokenizer, world, environments),
+            evaluator=s.evaluation.async_sampler and partial(start_evaluator, s, spec, tokenizer, world, environments),
             pool=pool,
             environments=environments,
-            score=spread_score(pool.score, world),
             plan=plan_lines(checked.plan, [*task.notes, *taught.notes, *said], task.size, world, checked.dtype),
             ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
             started=started,
@@ -187,7 +270,7 @@ def open_and_prepare(
     *,
     enter: Callable[..., object],
     report: StartReport,
-) -> tuple["PreparedModel", PreparedTeachers]:
+) -> tuple[PreparedModel, PreparedTeachers]:
     """Enter the run folder, and look at model folder, all prompts and teachers; in the order that wastes least."""
     s, task = settings, checked.task
     draws = draws_to_check(s, task)
@@ -229,26 +312,6 @@ def open_and_prepare(
     return prepared
 
 
-def build_policy(settings: Settings, loaded: LoadedModel, world: World, *, reference: bool) -> FSDPPolicy:
-    """The policy with its optimizer."""
-    return FSDPPolicy(
-        loaded.logprob_model,
-        world=world,
-        data=loaded.data,
-        reference_model=loaded.reference_model if reference else None,
-        dropout_modules=loaded.dropout_modules,
-        seed=settings.seed,
-        **vars(settings.policy),
-    )
-
-
-def weight_probe(probe: Probe | None, checked: ValidatedPlan, key: Tensor) -> partial | None:
-    """What compares the engine's log-probs with the policy's after a push; None where nothing does."""
-    if probe is None:
-        return None
-    return partial(probe, key=key, max_positions=positions(checked.config), dtype=checked.dtype)
-
-
 def sampler_context(spec: ModelSpec, world: World, full_model: Callable[[], torch.nn.Module]) -> SamplerContext:
     """What there is to make a sampler from."""
     return SamplerContext(
@@ -284,148 +347,56 @@ def sampler_options(
     )
 
 
-def build_evaluator(
+def start_evaluator(
     settings: Settings,
     spec: ModelSpec,
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     environments: Environments | None,
-) -> partial | None:
-    """What starts an evaluator with an engine of its own; None without one."""
+) -> EngineSampler:
+    """An engine of its own for evaluations beside the training."""
     how = settings.evaluation
-    if how.async_sampler is None:
-        return None
     own = copy.deepcopy(tokenizer)  # a tokenizer is not made for two threads
     options = sampler_options(own, token_samplers.greedy, settings.sampling, settings.data, environments)
     options = replace(options, max_rows=how.max_rows)
     whole = partial(spec.full_model, world.device, spec.dtype)  # a module of its own, whatever trains
     start = partial(how.async_sampler, sampler_context(spec, world, whole), options)
-    key = prng.fold_in(prng.key(settings.seed, device="cpu"), EVALUATION)
-    return partial(open_evaluator, start, settings.rewards.pool, key, world)
+    return world.together(start, what="starting the evaluator")
 
 
-def demonstration_reader(
-    data: Data, tokenizer: PreTrainedTokenizerBase, device: torch.device
-) -> Callable[[Sequence[Problem]], Rollout]:
-    """Problems with demonstrations -> their rows, one each, on a device."""
-    return partial(
-        given_rollout,
-        tokenizer=tokenizer,
-        device=device,
-        demonstration=data.demonstration,
-        encode=data.encode_prompt,
-    )
+# -- which problems a step asks
 
 
-def demonstrations_of_step(
-    settings: Settings, checked: ValidatedPlan, read: Callable[[Sequence[Problem]], Rollout]
-) -> Callable[[int], Rollout] | None:
-    """Steps taken before -> the rows of demonstrations beside a step's samples; None in a run without any."""
-    if settings.demonstrations is None:
-        return None
-    key = demonstration_key(settings)
-    return partial(shown_rows, checked.demonstrations, key, settings.demonstrations.rows, read)
+def first_carry(run: TrainingRun) -> Carry:
+    """What the first step gets."""
+    if run.settings.curriculum is None:
+        return AT_THE_START
+    key = prng.fold_in(run.key, CHOOSING)
+    return AT_THE_START._replace(curriculum=begin_curriculum(run.settings.curriculum, len(run.task.arms), key))
 
 
-class PreparedModel(NamedTuple):
-    """A model's folder and tokenizer, and the problems whose prompts leave tokens for a completion."""
+def check_restored(run: TrainingRun, carried: Carry) -> Carry:
+    """What a checkpoint holds, for a run with a curriculum or without one.
 
-    folder: str
-    tokenizer: PreTrainedTokenizerBase
-    task: Task
-
-
-def prompt_length(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, *, encode: hf.Encode, max_positions: int | None
-) -> int:
-    """The tokens of a prompt; of one whose beginning is more than the model takes, those of its beginning."""
-    # A prompt of 50 MB would take minutes to tokenize, and its row is refused or left out all the same.
-    if max_positions is not None and len(prompt) > BEGINNING * max_positions:
-        beginning = len(encode(tokenizer, prompt[: BEGINNING * max_positions]))
-        if beginning > max_positions:
-            return beginning
-    return len(encode(tokenizer, prompt))
-
-
-def prompt_limit(sampling: Sampling, max_positions: int | None) -> int | None:
-    """Most tokens that a prompt may have, None without a limit.
-
-    Raises ValueError for a `max_total_tokens` beyond the model's positions.
+    Raises ValueError for the state of another curriculum, or one over other arms.
     """
-    total = sampling.max_total_tokens
-    if total is None:
-        return None if max_positions is None else max_positions - sampling.max_new_tokens
-    if max_positions is not None and total > max_positions:
-        raise ValueError(
-            f"sections.Sampling.max_total_tokens: got {total}, wanted at most the model's {max_positions} positions"
-        )
-    return total - 1
+    wanted, got = first_carry(run).curriculum, carried.curriculum
+    if wanted is None or got is None:
+        return carried._replace(curriculum=wanted)
+    check_arrays({"turns": got.turns, **got.arrays}, {"turns": wanted.turns, **wanted.arrays}, "checkpoint, curriculum")
+    return carried
 
 
-def prepare_data(
-    source: hf.ModelSource,
-    task: Task,
-    drawn: Sequence[Problem],
-    config: PretrainedConfig,
-    data: Data,
-    sampling: Sampling,
-    episodes: Episodes | None,
-) -> PreparedModel:
-    """Make the model's folder there, and look at every prompt: those of the task, and those `drawn` from it.
-
-    Raises ValueError for a prompt without tokens, as `overlong_prompts` does for one that leaves no tokens, and for an
-    episode's opening that leaves none.
-    """
-    folder = source.folder()
-    tokenizer = hf.load_tokenizer(folder)
-    max_positions = positions(config)
-    of_prompt = cache(partial(prompt_length, tokenizer, encode=data.encode_prompt, max_positions=max_positions))
-
-    def length(problem: Problem) -> int:
-        return of_prompt(problem.prompt)
-
-    limit = prompt_limit(sampling, max_positions)
-    if episodes is not None:
-        if limit is not None:
-            task = fitting_episodes(data.overlong_prompts, episodes, task, drawn, tokenizer, length, limit)
-        return PreparedModel(folder, tokenizer, task)
-    if empty := [problem.prompt for problem in (*drawn, *task.test) if not length(problem)]:
-        raise ValueError(
-            f"got a prompt of no tokens, {empty[0][:80]!r} with the tokenizer of {folder}, wanted at least one: is "
-            "the prompt empty, or the folder without the tokenizer's files?"
-        )
-    if limit is None:
-        return PreparedModel(folder, tokenizer, task)
-    if drawn and not task.rows:  # made as they are drawn: nothing can be left out
-        overlong.refuse(task._replace(rows=tuple(drawn)), length, limit)
-    return PreparedModel(folder, tokenizer, data.overlong_prompts(task, length, limit)[0])
+def follow_groups(settings: Settings, task: Task, group_sampling: SampleGroups | None) -> SampleGroups | None:
+    """A group sampling that also moves the state of the run's curriculum, if it has one."""
+    if settings.curriculum is None:
+        return group_sampling
+    return partial(sample_and_follow, group_sampling=group_sampling, curriculum=settings.curriculum, labels=task.arms)
 
 
-# -- the demonstrations of a run, looked at before any weights are loaded
-
-
-def demonstration_key(settings: Settings) -> Tensor:
-    """Key of the stream of demonstrations beside sampled completions."""
-    return prng.fold_in(prng.key(settings.seed, device="cpu"), SHOWING)
-
-
-def check_run_demonstrations(
-    settings: Settings,
-    beside: Task | None,
-    drawn: Sequence[Problem],
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task,
-    config: PretrainedConfig,
-) -> None:
-    """Raise ValueError for a demonstration of the run, or a held-out one, that cannot be made or is too long."""
-    problems = [*drawn, *task.test] if isinstance(settings.algorithm, Stage) else []
-    if beside is not None:
-        draws = min(beside.size, settings.demonstrations.rows * settings.steps) if beside.rows else settings.steps
-        problems += train_problems(beside, demonstration_key(settings), 0, draws)
-    check_demonstrations(
-        problems,
-        tokenizer=tokenizer,
-        demonstration=settings.data.demonstration,
-        encode=settings.data.encode_prompt,
-        most=settings.sampling.max_total_tokens or positions(config),
-    )
+def run_algorithm(settings: Settings, task: Task) -> Algorithm | Stage:
+    """The algorithm of a run's settings, its groups followed by the curriculum."""
+    if settings.curriculum is None:
+        return settings.algorithm
+    groups = follow_groups(settings, task, settings.algorithm.group_sampling)
+    return replace(settings.algorithm, group_sampling=groups)

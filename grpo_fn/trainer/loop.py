@@ -15,7 +15,8 @@ from grpo_fn.algo import metrics
 from grpo_fn.algo.curricula import choose_uids
 from grpo_fn.algo.step import Experience, Span, Stream, grpo_step
 from grpo_fn.algo.supervised import Stage, supervised_step
-from grpo_fn.core import prng
+from grpo_fn.command_line import resume_command
+from grpo_fn.core import prng, sampling
 from grpo_fn.core.json_lines import DIGESTS
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Rollout, RunState
@@ -32,7 +33,9 @@ from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
 from grpo_fn.tasks.task import train_problems
 from grpo_fn.trainer import async_eval, health
+from grpo_fn.trainer.build import TrainingRun, check_restored, first_carry
 from grpo_fn.trainer.evaluation import grader_names, summarise
+from grpo_fn.trainer.prepare import CHOOSING, DATA, EVALUATION, SAMPLING
 from grpo_fn.trainer.recording import (
     RunLoggers,
     check_health,
@@ -43,16 +46,6 @@ from grpo_fn.trainer.recording import (
     record_evaluation,
     settle_kernels,
     step_checksums,
-)
-from grpo_fn.trainer.run import (
-    CHOOSING,
-    DATA,
-    EVALUATION,
-    SAMPLING,
-    TrainingRun,
-    check_restored,
-    first_carry,
-    resume_command,
 )
 from grpo_fn.trainer.state import BEST, Progress, packed_progress, read_history, restore
 
@@ -350,7 +343,8 @@ def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[st
         given = run.demonstration_rows(run.held_out)  # how likely the policy finds the held-out demonstrations
         figures = metrics.likelihood("eval/", metrics.stat(-run.policy.logp(given), given.mask))
         run.sampler.load(run.policy)  # no step did
-    judged = how.grade_answers(run.greedy, run.sampled, run.held_out, key=key, score=run.score)
+    greedy, sampled = (run.evaluation_sampler(draw) for draw in (sampling.greedy, how.token_sampler))
+    judged = how.grade_answers(greedy, sampled, run.held_out, key=key, score=run.score)
     if run.world.main:
         record_evaluation(run.run_dir, step, judged, loggers.writer)
     return {**summarise(judged, ks=how.ks, by=how.by), **figures}

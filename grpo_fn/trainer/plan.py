@@ -15,7 +15,7 @@ from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.shell.logging.console import format_number
 from grpo_fn.shell.model import blocks, hf
 from grpo_fn.shell.model.attention import attention_note
-from grpo_fn.shell.model.logprob_model import choose_head_kernels, chunk_elements
+from grpo_fn.shell.model.logprob_model import choose_head_kernels
 from grpo_fn.shell.model.lora import LoRA, attach
 from grpo_fn.shell.policy.memory_estimate import GB, WIDE, Memory
 from grpo_fn.shell.policy.mesh import plan_blocks
@@ -106,7 +106,7 @@ class ValidatedPlan:
     plan: Plan
 
 
-# -- what a plan says about the device: which it is, the head's chunks, a dtype's cost, how blocks and decoding run
+# -- what a plan says about the device: which it is, a dtype's cost, how blocks and decoding run
 
 
 def planned_device(name: str) -> torch.device | None:
@@ -114,11 +114,6 @@ def planned_device(name: str) -> torch.device | None:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return None if name.startswith("cuda") and not torch.cuda.is_available() else torch.device(name)
-
-
-def planned_chunk(bound: int, device: torch.device | None) -> int:
-    """Logits in a chunk of the head."""
-    return bound if device is None else chunk_elements(bound, device)
 
 
 def precision_notes(dtype: torch.dtype, device: torch.device | None) -> list[str]:
@@ -131,27 +126,20 @@ def precision_notes(dtype: torch.dtype, device: torch.device | None) -> list[str
     ]
 
 
-def decoding_note(device: torch.device | None) -> str:
-    """How the local sampler's steps attend on a device, and why not in the split-KV kernel where they do not."""
-    if device is None:
-        return "decoding attends in the split-KV kernel where Triton imports, else in matrix products"
-    reason = split_kv_unsupported_reason(device)
-    return f"decoding attends in {'the split-KV kernel' if reason is None else f'matrix products ({reason})'}"
-
-
 def decoding_notes(config: PretrainedConfig, adapters: LoRA | None, device: torch.device | None) -> list[str]:
-    """What is known of the local sampler's steps on a device: `decoding_note`, and on a card `projection_notes`."""
-    return [decoding_note(device), *projection_notes(config, adapters, device)]
-
-
-def projection_notes(config: PretrainedConfig, adapters: LoRA | None, device: torch.device | None) -> list[str]:
-    """Which projections the local sampler's steps have in one product on a card, and why not the others."""
+    """How the local sampler's steps attend on a device, and on a card which projections they have in one product."""
+    if device is None:
+        attends = "the split-KV kernel where Triton imports, else in matrix products"
+    else:
+        reason = split_kv_unsupported_reason(device)
+        attends = "the split-KV kernel" if reason is None else f"matrix products ({reason})"
+    attention = f"decoding attends in {attends}"
     if device is not None and device.type != "cuda":
-        return []
+        return [attention]
     model = hf.empty_model(config)
     if adapters is not None:
         attach(model, adapters)
-    return [f"decoding has {joining_note(model)}"]
+    return [attention, f"decoding has {joining_note(model)}"]
 
 
 # -- the first lines of a run: what is being done, with the seconds since the start, and one line for each rank

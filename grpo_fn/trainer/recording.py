@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,13 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import choose_kernel
 from grpo_fn.shell.model.logprob_model import choose_head_kernels
 from grpo_fn.shell.policy.fsdp import StepChecksums
+from grpo_fn.shell.sampler.interface import EngineSampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import World
 from grpo_fn.trainer import health
 from grpo_fn.trainer.background import Background
+from grpo_fn.trainer.build import TrainingRun
 from grpo_fn.trainer.evaluation import GradedAnswer, grader_names
-from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
 
 Row = dict[str, str]
 Findings = tuple[list[health.HealthFinding], list[health.HealthFinding]]  # what warns, and what ends the run
@@ -58,7 +59,7 @@ class RunLoggers:
     saver: AsyncSaver
     clock: Stopwatch
     profiler: Profiler
-    evaluator: AsyncEvaluator | None  # beside the training; None: evaluation is the training engine's business
+    evaluator: EngineSampler | None  # beside the training; None: evaluation is the training engine's business
     background: Background
     history: list[health.Line]  # of the metrics, for the rules of health; on the main rank
     losses: list[str]  # of the newest step whose rewards lost rows, the first of each kind with its reason
@@ -86,7 +87,7 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
         saver=stack.enter_context(AsyncSaver(run_dir / "checkpoints", run.world)),
         clock=Stopwatch(mark=profiler.mark),
         profiler=profiler,
-        evaluator=stack.enter_context(nullcontext() if run.evaluator is None else run.evaluator()),
+        evaluator=stack.enter_context(nullcontext() if run.evaluator is None else closing(run.evaluator())),
         background=stack.enter_context(Background(run.world, deadline=run.settings.evaluation.timeout)),
         history=[],
         losses=[],

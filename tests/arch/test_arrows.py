@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "shell.reward_workers": SCIENCE | BASE | {"shell.sampler", "shell.episodes"},
     "shell.checkpoint": SCIENCE | BASE,
     "shell.logging": SCIENCE | BASE | {"shell.model"},
-    "trainer": {*PURE, "sandbox", "shell", "config"},
+    "trainer": {*PURE, "sandbox", "shell", "config", "command_line"},
     "train": {*PURE, "shell", "trainer"},
     "command_line": {"core.checks", "core.display_text"},
     "run": {"command_line", "config", "train"},

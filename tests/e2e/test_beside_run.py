@@ -178,7 +178,7 @@ def interrupted(cache: Path, folder: Path, dooms: Sequence[Harm], **changes: Any
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("looks", [0, 1, 4])
+@pytest.mark.parametrize("looks", [0, 4])
 def test_it_measures_what_evaluation_in_the_midst_measures(
     cache: Path, midst: dict[str, Any], tmp_path: Path, looks: int
 ) -> None:
@@ -193,8 +193,6 @@ def test_it_measures_what_evaluation_in_the_midst_measures(
     match looks:
         case 0:
             assert came == {0: 1, 2: 1, 4: 1, 6: 0}
-        case 1:
-            assert came == {0: 2, 2: 2, 4: 2, 6: 0}
         case _:
             assert came == {0: 2, 2: 2, 4: 2, 6: 0}
             assert len(re.findall("waiting for the evaluation of step [024]", said)) == 3

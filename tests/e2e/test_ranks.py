@@ -63,7 +63,7 @@ def same_run(ours: Path, theirs: Path) -> None:
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_world_size_does_not_change_a_run(cache: Path, whole: Path, ranks: int) -> None:
     same_run(undisturbed(cache, ranks), whole)
 
@@ -118,11 +118,8 @@ def gone_on(cache: Path, before: int, folder: Path, ranks: int, *flags: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
-def test_another_number_of_ranks_goes_on_with_the_same_tokens(
-    cache: Path, tmp_path: Path, before: int, after: int
-) -> None:
-    gone_on(cache, before, tmp_path, after)
+def test_another_number_of_ranks_goes_on_with_the_same_tokens(cache: Path, tmp_path: Path) -> None:
+    gone_on(cache, 4, tmp_path, 1)
 
 
 @pytest.mark.slow
@@ -149,12 +146,6 @@ def refused(over: Job, ranks: int, *said: str) -> None:
         assert lines[rank].count("error:") == 1, lines[rank]
         for text in said:
             assert text in lines[rank], lines[rank]
-
-
-def test_bad_numbers_are_refused_by_every_rank_and_nothing_starts(cache: Path, tmp_path: Path) -> None:
-    over = job(tmp_path, 2, command(cache, tmp_path / "run", step__Algorithm__prompts=0))
-    refused(over, 2, "prompts", "wanted")
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_mesh_that_does_not_fit_is_refused_and_nothing_starts(cache: Path, tmp_path: Path) -> None:

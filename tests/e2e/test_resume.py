@@ -104,14 +104,10 @@ def test_tensorboard_forgets_what_a_resume_has_undone(cache: Path, tmp_path: Pat
     assert {e.step: e.value for e in events.Scalars("reward/mean")} == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_polite_signal_finishes_the_step_saves_and_says_so(
-    cache: Path, whole: Path, tmp_path: Path, number: int
-) -> None:
+def test_a_polite_signal_finishes_the_step_saves_and_says_so(cache: Path, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert finish(command(cache, run), tmp_path / "out", at_phase("generate", 3, number)(run)) == 75
-    said = f"stopped by {signal.Signals(number).name} after step 3. To go on from here: python -m grpo_fn.run "
+    assert finish(command(cache, run), tmp_path / "out", at_phase("generate", 3, signal.SIGTERM)(run)) == 75
+    said = "stopped by SIGTERM after step 3. To go on from here: python -m grpo_fn.run "
     log = (run / "log.txt").read_text()
     assert said in log
     assert finish(shlex.split(log.partition(said)[2].splitlines()[0]), tmp_path / "out") == 0, (
@@ -166,22 +162,9 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 # Every harm to any file: tests/shell/checkpoint/test_checkpoint.py, without runs.
 @pytest.mark.slow_after(2)
-@pytest.mark.parametrize(
-    ("harm", "name"),
-    [
-        (flip, "__0_0.distcp"),
-        (truncate, ".metadata"),
-        (Path.unlink, "policy.pt"),
-        (flip, "manifest.json"),
-        (Path.unlink, "manifest.json"),
-    ],
-)
+@pytest.mark.parametrize(("harm", "name"), [(flip, "__0_0.distcp"), (Path.unlink, "manifest.json")])
 def test_a_broken_checkpoint_is_named_and_skipped(
     cache: Path, whole: Path, tmp_path: Path, harm: Callable[[Path], None], name: str
 ) -> None:
@@ -223,9 +206,8 @@ def test_checkpoints_that_are_gone_are_missed_until_a_forced_start(
     shutil.rmtree(run / "checkpoints")
     if not all_of_it:
         (run / "checkpoints").mkdir()
-    for _ in range(2):
-        assert finish(command(cache, run), tmp_path / "out") == 2
-        assert [(run / name).read_bytes() for name in ("metrics.jsonl", "digests.jsonl")] == before
+    assert finish(command(cache, run), tmp_path / "out") == 2
+    assert [(run / name).read_bytes() for name in ("metrics.jsonl", "digests.jsonl")] == before
     said = (tmp_path / "out").read_text()
     assert f"got no checkpoint in {run / 'checkpoints'}, wanted one to resume from" in said
     assert "metrics.jsonl goes to step 6" in said
@@ -254,11 +236,9 @@ def test_a_finished_run_is_finished_again_at_once(cache: Path, whole: Path, tmp_
     assert outcome(run) == outcome(whole)
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("n", [3, 9])
-def test_killed_in_the_export(cache: Path, whole: Path, tmp_path: Path, n: int) -> None:
+def test_killed_in_the_export(cache: Path, whole: Path, tmp_path: Path) -> None:
     run = copied(whole, tmp_path)
-    _, codes = interrupted(cache, tmp_path, [at_file(n, within=".model-")])
+    _, codes = interrupted(cache, tmp_path, [at_file(9, within=".model-")])
     assert codes == [-KILL, 0]
     assert not [*run.glob(".model-*")]
     assert outcome(run) == outcome(whole)
@@ -294,13 +274,10 @@ def test_more_steps_alone_go_on_and_end_as_if_they_had_been_asked_for_at_first(c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("now", [{"layers": 1}, {"layers": 2, "intermediate": 48}])
-def test_another_model_is_refused_even_when_forced_and_the_folder_stays_as_it_was(
-    cache: Path, tmp_path: Path, now: dict[str, int]
-) -> None:
+def test_another_model_is_refused_even_when_forced_and_the_folder_stays_as_it_was(cache: Path, tmp_path: Path) -> None:
     run, _ = interrupted(cache, tmp_path, [], STEPS=2, tiny_model__Shape__layers=2)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "run.lock"}
-    changes = {f"tiny_model__Shape__{name}": value for name, value in now.items()}
+    changes = {"tiny_model__Shape__layers": 2, "tiny_model__Shape__intermediate": 48}
     assert finish(command(cache, run, "--force", STEPS=2, **changes), tmp_path / "out") == 2
     said = (tmp_path / "out").read_text()
     assert f"in checkpoint {run / 'checkpoints' / 'step_2'}, wanted" in said
@@ -341,9 +318,6 @@ def test_groups_that_wait_for_the_next_step_survive_a_kill(cache: Path, tmp_path
     undisturbed, _ = interrupted(cache, calm, [], **DYNAMIC)
     assert any(row["generation/carried_over_groups"] for row in metrics(undisturbed)[1:])
     assert any(row["generation/accepted"] < 1 for row in metrics(undisturbed)[1:])
-    for phase, n in (("train", 3), ("generate", 5), ("log", 10)):
-        folder = tmp_path / phase
-        folder.mkdir()
-        run, codes = interrupted(cache, folder, [at_phase(phase, n)], **DYNAMIC)
-        assert codes == [-KILL, 0]
-        assert outcome(run) == outcome(undisturbed)
+    run, codes = interrupted(cache, tmp_path, [at_phase("train", 3), at_phase("log", 4)], **DYNAMIC)
+    assert codes == [-KILL, -KILL, 0]
+    assert outcome(run) == outcome(undisturbed)

@@ -16,7 +16,7 @@ from grpo_fn.trainer import plan as plans
 from grpo_fn.trainer import sections
 from grpo_fn.trainer.checks.dry_run import dry_run_lines
 from grpo_fn.trainer.checks.validate import validate
-from grpo_fn.trainer.plan import decoding_note, planned_chunk, planned_device, precision_notes, projection_notes
+from grpo_fn.trainer.plan import decoding_notes, planned_device, precision_notes
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 SMALL = Qwen2Config(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
@@ -32,11 +32,9 @@ def test_the_device_is_the_named_one_or_the_best_there_is(monkeypatch, name, car
     assert planned_device(name) == wanted
 
 
-def test_a_card_that_is_not_here_is_planned_for_with_the_largest_chunks(monkeypatch) -> None:
+def test_a_card_that_is_not_here_is_planned_for(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert planned_device("cuda:0") is None
-    assert planned_chunk(2**28, None) == 2**28
-    assert planned_chunk(2**28, CPU) < 2**28
 
 
 @pytest.mark.parametrize("device", [CARD, None])
@@ -64,18 +62,19 @@ def test_a_dry_run_for_a_card_says_what_float32_costs_what_attends_and_what_memo
 def test_how_decoding_attends_is_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons: list[str | None] = [None, "no Triton"]
     monkeypatch.setattr(plans, "split_kv_unsupported_reason", lambda device: reasons.pop(0))
-    assert decoding_note(torch.device("cuda", 0)) == "decoding attends in the split-KV kernel"
-    assert decoding_note(torch.device("cuda", 0)) == "decoding attends in matrix products (no Triton)"
-    assert "where Triton imports" in decoding_note(None)
+    config, card = qwen2_tied(VOCABULARY).config, torch.device("cuda", 0)
+    assert decoding_notes(config, None, card)[0] == "decoding attends in the split-KV kernel"
+    assert decoding_notes(config, None, card)[0] == "decoding attends in matrix products (no Triton)"
+    assert "where Triton imports" in decoding_notes(config, None, None)[0]
 
 
 def test_projections_in_one_product_are_named_and_why_others_are_not() -> None:
     config = qwen2_tied(VOCABULARY).config
-    assert projection_notes(config, None, torch.device("cpu")) == []
-    (whole,) = projection_notes(config, None, None)
+    assert len(decoding_notes(config, None, torch.device("cpu"))) == 1
+    _, whole = decoding_notes(config, None, None)
     assert whole == "decoding has q_proj + k_proj + v_proj in one product, gate_proj + up_proj in one product"
     adapters = LoRA(rank=2, alpha=2.0, dropout=0.0, targets=("up_proj",))
-    (some,) = projection_notes(config, adapters, torch.device("cuda", 0))
+    _, some = decoding_notes(config, adapters, None)
     assert "q_proj + k_proj + v_proj in one product" in some
     assert "gate_proj + up_proj apart (got layers of Linear (adapters), wanted torch.nn.Linear)" in some
 

@@ -12,7 +12,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.episode_rows import as_observation
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import from_rows
-from grpo_fn.trainer.checks.try_out import fitting_episodes
+from grpo_fn.trainer.prepare import fitting_episodes
 from grpo_fn.trainer.sections import Episodes
 
 

@@ -16,6 +16,7 @@ from grpo_fn.shell.model.logprob_model import PlainKernels
 from grpo_fn.shell.sampler.local.decode_step import build_engine
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.trainer import recording
+from grpo_fn.trainer.build import TrainingRun
 from grpo_fn.trainer.recording import (
     KERNELS,
     check_same_kernels,
@@ -24,7 +25,6 @@ from grpo_fn.trainer.recording import (
     recorded_kernels,
     settle_kernels,
 )
-from grpo_fn.trainer.run import TrainingRun
 
 HERE = {"blocks": "torch_compile", "head": "TritonKernels", "decoding attention": "split-KV kernel"}
 PLAIN = HERE | {"decoding attention": "matrix products"}

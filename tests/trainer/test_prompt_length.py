@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.config import load_config
 from grpo_fn.shell.model.tiny_model import byte_tokenizer
-from grpo_fn.trainer.build import BEGINNING, prompt_length, prompt_limit
+from grpo_fn.trainer.prepare import BEGINNING, prompt_length, prompt_limit
 from grpo_fn.trainer.sections import Sampling, Settings
 
 TOKENIZER = byte_tokenizer(chat=False)

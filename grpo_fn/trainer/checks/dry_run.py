@@ -15,11 +15,12 @@ from grpo_fn.core.partials import function_and_knobs, uses_of
 from grpo_fn.shell.logging.console import format_number
 from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.model.blocks import full_checkpointing, torch_compile
+from grpo_fn.shell.model.logprob_model import chunk_elements
 from grpo_fn.shell.policy import memory_estimate
 from grpo_fn.shell.policy.memory_estimate import GB, WIDE, Memory, Weight
 from grpo_fn.shell.policy.mesh import Parallelism, plan_blocks
 from grpo_fn.shell.sampler.local import local_sampler
-from grpo_fn.trainer.plan import ValidatedPlan, decoding_notes, planned_chunk, planned_device, precision_notes
+from grpo_fn.trainer.plan import ValidatedPlan, decoding_notes, planned_device, precision_notes
 from grpo_fn.trainer.sections import Settings
 
 # "H100": measured on one H100 80GB, 2026-11-26, torch 2.11; docs/running/run.md has the measurements.
@@ -83,6 +84,7 @@ def estimated_memory(
     """What one device of a mesh holds, its blocks being run as `blocks` says."""
     replicate, shard, tensor = mesh
     local = any(uses_of(local_sampler.local, [settings.sampling.sampler]))
+    chunk = settings.compute.logits_chunk_elements
     relative = settings.teacher is not None and settings.teacher.relative_entropy
     memory = memory_estimate.device_memory(
         checked.config,
@@ -99,7 +101,7 @@ def estimated_memory(
         average=checked.plan.average,
         micro_tokens=settings.policy.micro_tokens,
         width=settings.sampling.max_new_tokens,
-        logits_chunk_elements=planned_chunk(settings.compute.logits_chunk_elements, device),
+        logits_chunk_elements=chunk if device is None else chunk_elements(chunk, device),
         cache=replace(checked.plan, ranks=replicate * shard * tensor).kv_bytes() if local else 0,
         local_sampler=local,
     )
