@@ -5,7 +5,7 @@ metrics takes them in. Until then the evaluation is pending. So are it and its s
 once and stays: there a run that ends meanwhile finds the weights again.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from math import isfinite
 
@@ -20,13 +20,11 @@ from grpo_fn.trainer.background import ShouldStop
 from grpo_fn.trainer.build import TrainingRun
 from grpo_fn.trainer.evaluation import GradedAnswer, grader_names, summarise
 from grpo_fn.trainer.prepare import EVALUATION
-from grpo_fn.trainer.recording import Findings, RunLoggers, record_evaluation, report_findings
+from grpo_fn.trainer.recording import Findings, RunLoggers, record_evaluation, report_findings, stop_requested
 from grpo_fn.trainer.sections import Health
 from grpo_fn.trainer.state import BEST, Progress, figures_of, reload_policy
 
 ROUND = 0.5  # seconds between two looks at whether to stop, while one waits
-
-
 EvaluationResult = tuple[list[GradedAnswer], list[str]]  # and complaints of graders, on rows that were lost
 
 
@@ -49,39 +47,32 @@ def run_evaluation(run: TrainingRun, evaluator: EngineSampler, should_stop: Shou
         return how.grade_answers(greedy, sampled, run.held_out, key=key, score=score), [*pool.complaints]
 
 
-def advance_evaluation(
-    run: TrainingRun, progress: Progress, loggers: RunLoggers, *, due: bool, stop: Callable[[], bool]
-) -> list[health.HealthFinding]:
-    """After a step: take in what has come, and begin what is due; returns what ends the run (`TrainingRun.stop_on`).
+def advance_evaluation(run: TrainingRun, progress: Progress, loggers: RunLoggers, *, due: bool) -> None:
+    """After a step: take in what has come, and begin what is due.
 
-    There are never two at once: what is at work when another one is due is waited for, unless a stop is asked for
+    There are never two at once: what is at work when another one is due is waited for, unless a stop is requested
     meanwhile. What is not begun or has not come is pending then.
     """
-    fatal = record_if_done(run, progress, loggers, patience=0.0)
+    record_if_done(run, progress, loggers, patience=0.0)
     if due:
         progress.pending.append(progress.state.step)
-        fatal += wait_for_evaluation(run, progress, loggers, stop=stop)
+        wait_for_evaluation(run, progress, loggers)
         if loggers.background.name is None:
             begin_evaluation(run, progress.state.step, loggers)
-    return fatal
 
 
-def wait_for_evaluation(
-    run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]
-) -> list[health.HealthFinding]:
-    """Wait for what is at work, unless a stop is asked for; returns what ends the run."""
-    fatal: list[health.HealthFinding] = []
+def wait_for_evaluation(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> None:
+    """Wait for what is at work, unless a stop is requested."""
     if loggers.background.name is not None:
         loggers.console.line(f"waiting for the {loggers.background.name}")
-    while loggers.background.name is not None and not stop():
-        fatal += record_if_done(run, progress, loggers, patience=ROUND)
-    return fatal
+    while loggers.background.name is not None and not stop_requested(run, loggers):
+        record_if_done(run, progress, loggers, patience=ROUND)
 
 
-def finish_evaluations(run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]) -> bool:
-    """Wait for what is at work after the last step. False when a stop was asked for: it stays pending."""
+def finish_evaluations(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> bool:
+    """Wait for what is at work after the last step. False when a stop is requested: it stays pending."""
     with ErrorContext(run.world, progress.state.step, loggers.clock), loggers.clock.span("evaluate"):
-        wait_for_evaluation(run, progress, loggers, stop=stop)
+        wait_for_evaluation(run, progress, loggers)
     return not progress.pending
 
 
@@ -91,16 +82,14 @@ def begin_evaluation(run: TrainingRun, step: int, loggers: RunLoggers) -> None:
     loggers.background.start_task(f"evaluation of step {step}", partial(run_evaluation, run, loggers.evaluator))
 
 
-def record_if_done(
-    run: TrainingRun, progress: Progress, loggers: RunLoggers, *, patience: float
-) -> list[health.HealthFinding]:
-    """Record the evaluation at work once it is over; returns what, of the news in it, ends the run."""
+def record_if_done(run: TrainingRun, progress: Progress, loggers: RunLoggers, *, patience: float) -> None:
+    """Record the evaluation at work once it is over, and what the rules of health find in it."""
     if loggers.background.name is None:
-        return []
+        return
     step, now = progress.pending[0], progress.state.step
     figures = loggers.background.poll_result(partial(write_evaluation, run, step, now, loggers), patience=patience)
     if figures is None:
-        return []
+        return
     credit_score(progress, step, figures)
     before = [line for line in loggers.history if line["step"] <= step]
     loggers.history[:] = amend_history(loggers.history, step, figures)
@@ -110,18 +99,18 @@ def record_if_done(
         f"{where}: {evaluation_line(figures, grader)} on {len(run.held_out)} held-out problems, "
         f"{figures['eval/seconds']:.1f} s beside the training, known after step {now}"
     )
-    found = run.world.agree(
+    findings = run.world.agree(
         partial(findings_of_late_evaluation, run.settings.health, before, amend_history(before, step, figures)),
         what="the rules of health",
     )
-    return report_findings(found, step, loggers)
+    report_findings(findings, step, loggers)
 
 
 def write_evaluation(
-    run: TrainingRun, step: int, now: int, loggers: RunLoggers, found: EvaluationResult, seconds: float
+    run: TrainingRun, step: int, now: int, loggers: RunLoggers, result: EvaluationResult, seconds: float
 ) -> dict[str, float]:
     """On the main rank: an evaluation in the files of the run, at its step; returns its figures."""
-    how, (judged, complaints) = run.settings.evaluation, found
+    how, (judged, complaints) = run.settings.evaluation, result
     record_evaluation(run.run_dir, step, judged, loggers.writer)
     figures = {**summarise(judged, ks=how.ks, by=how.by), "eval/lag_steps": float(now - step), "eval/seconds": seconds}
     loggers.writer.amend(step, figures)  # the last one: where they are in the metrics, all of it is there
@@ -138,11 +127,11 @@ def amend_history(history: health.History, step: int, figures: Mapping[str, floa
 def findings_of_late_evaluation(rules: Health, before: health.History, after: health.History) -> Findings:
     """Findings of a step's rules that its late evaluation adds to those of the time."""
     warn, stop = rules.warning_rules, rules.stopping_rules
-    known = {found.rule for found in health.new_findings([*warn, *stop], before)}
-    findings, fatal = (
-        [found for found in health.new_findings(those, after) if found.rule not in known] for those in (warn, stop)
+    known = {finding.rule for finding in health.new_findings([*warn, *stop], before)}
+    warnings, fatal = (
+        [finding for finding in health.new_findings(of, after) if finding.rule not in known] for of in (warn, stop)
     )
-    return findings, fatal
+    return warnings, fatal
 
 
 def credit_score(progress: Progress, step: int, figures: Mapping[str, float]) -> None:
@@ -155,15 +144,13 @@ def credit_score(progress: Progress, step: int, figures: Mapping[str, float]) ->
         progress.accuracy_before = figures[BEST]
 
 
-def resume_pending(
-    run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]
-) -> list[health.HealthFinding]:
-    """What was pending in the checkpoint that the run goes on from; returns what ends the run.
+def resume_pending(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> None:
+    """What was pending in the checkpoint that the run goes on from.
 
     An evaluation that came in after the checkpoint is in the metrics; another one is made again, of the weights in the
     checkpoint of its step. The policy is left as it was.
     """
-    root, now, fatal = run.run_dir / "checkpoints", progress.state.step, []
+    root, now = run.run_dir / "checkpoints", progress.state.step
     for step in [*progress.pending]:
         known = run.world.agree(partial(figures_of, run.run_dir, step), what=f"the metrics of step {step}")
         if BEST in known:
@@ -173,7 +160,7 @@ def resume_pending(
             loggers.console.line(f"the evaluation of step {step} is lost, its weights are not there any more: {flaw}")
             progress.pending.remove(step)
             continue
-        fatal += wait_for_evaluation(run, progress, loggers, stop=stop)
+        wait_for_evaluation(run, progress, loggers)
         if loggers.background.name is not None:
             break
         if step != now:
@@ -181,4 +168,3 @@ def resume_pending(
         begin_evaluation(run, step, loggers)
         if step != now:
             reload_policy(run.run_dir, now, run.policy, run.world)
-    return fatal

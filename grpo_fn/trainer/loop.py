@@ -30,7 +30,7 @@ from grpo_fn.shell.logging.console import Console, evaluation_line
 from grpo_fn.shell.logging.metrics_writer import NullLogger
 from grpo_fn.shell.logging.stopwatch import ErrorContext, is_due
 from grpo_fn.shell.model import hf, lora
-from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
+from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY
 from grpo_fn.tasks.task import train_problems
 from grpo_fn.trainer import async_eval, health
 from grpo_fn.trainer.build import TrainingRun, check_restored, first_carry
@@ -46,6 +46,7 @@ from grpo_fn.trainer.recording import (
     record_evaluation,
     settle_kernels,
     step_checksums,
+    stop_requested,
 )
 from grpo_fn.trainer.state import BEST, Progress, packed_progress, read_history, restore
 
@@ -66,31 +67,24 @@ def run_training(run: TrainingRun) -> int:
     config = run.request.config
     renew = partial(write_config, run.run_dir, config.text, config.fingerprint, config.hparams)
     run.world.agree(renew, what="writing the configuration")  # not before the restore: what it refuses stays as it is
-    first, start = progress is None, 0 if progress is None else progress.state.step
+    start = 0 if progress is None else progress.state.step
     with ExitStack() as stack:
-        loggers = open_loggers(run, stack, start, first=first)
-        stop = stack.enter_context(StopRequest())
-        halt = partial(stop_requested, run, stop, loggers)
-        for line in (*run.ranks, *messages):
-            loggers.console.line(line)
-        for line in read_tape(run, start):
+        loggers = open_loggers(run, stack, start, first=progress is None)
+        for line in (*run.ranks, *messages, *read_tape(run, start)):
             loggers.console.line(line)
         run.sampler.load(run.policy)
         if start < run.settings.steps:
             for line in settle_kernels(run, start + 1):
                 loggers.console.line(line)
-        fatal: list[health.HealthFinding] = []
         if progress is None:
             progress = start_from_scratch(run, loggers)
         else:
-            fatal = resume(run, progress, loggers, stop=halt)
-        past = progress.seconds
-        saved = -1 if first and not progress.pending else start
-        saved, fatal = take_steps(run, progress, loggers, fatal, saved, past=past, halt=halt)
-        code = end_early(run, progress, loggers, stop, halt, fatal, saved)
-        if code is not None:
+            resume(run, progress, loggers)
+        began = run.started - progress.seconds
+        take_steps(run, progress, loggers, began)
+        if (code := end_early(run, progress, loggers)) is not None:
             return code
-        progress.seconds = past + time.perf_counter() - run.started
+        progress.seconds = time.perf_counter() - began
         with ErrorContext(run.world, progress.state.step, loggers.clock), loggers.clock.span("export"):
             export_run(run, progress, loggers.console)
             if start < progress.state.step:  # the events of a run that was done before say so already
@@ -102,8 +96,9 @@ def read_tape(run: TrainingRun, start: int) -> list[str]:
     """Take in what environments answered in steps that a run has taken and lost; returns what there is to say of it."""
     if run.environments is None or run.request.force:  # with another configuration it is another run
         return []
-    asked = partial(recorded_episodes, run.run_dir / "rollouts", after=start)
-    steps = run.world.agree(asked, what="the tape of environments")
+    steps = run.world.agree(
+        partial(recorded_episodes, run.run_dir / "rollouts", after=start), what="the tape of environments"
+    )
     for rows in steps:
         run.environments.tape.add(rows)
     text = f"environments answer as recorded in {len(steps)} steps after step {start}, which are taken again"
@@ -136,10 +131,8 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
     return Progress(RunState(0, run.settings.seed), first_carry(run), figures[BEST], figures[BEST], 0, 0.0)
 
 
-def resume(
-    run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]
-) -> list[health.HealthFinding]:
-    """Go on from a checkpoint: history, batches sampled ahead, pending evaluations; returns what ends the run."""
+def resume(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> None:
+    """Go on from a checkpoint: history, batches sampled ahead, pending evaluations."""
     start = progress.state.step
     progress.carried = check_restored(run, progress.carried)
     if run.world.main:
@@ -147,91 +140,62 @@ def resume(
     run.sampler.refill(progress.ahead)
     loggers.console.line(f"resumed after step {start} from {run.run_dir / 'checkpoints'}")
     with ErrorContext(run.world, start, loggers.clock), loggers.clock.span("evaluate"):
-        return async_eval.resume_pending(run, progress, loggers, stop=stop)
+        async_eval.resume_pending(run, progress, loggers)
 
 
-def take_steps(
-    run: TrainingRun,
-    progress: Progress,
-    loggers: RunLoggers,
-    fatal: list[health.HealthFinding],
-    saved: int,
-    *,
-    past: float,
-    halt: Callable[[], bool],
-) -> tuple[int, list[health.HealthFinding]]:
-    """The steps that are left; returns the last step saved (-1: none), and what ended the run before its last."""
+def take_steps(run: TrainingRun, progress: Progress, loggers: RunLoggers, began: float) -> None:
+    """The steps that are left, until one is the last, a stop is requested, or a rule of health ends the run.
+
+    `began` is when the run began, on the clock of time.perf_counter, as if it had never been interrupted.
+    """
     for step in range(progress.state.step + 1, run.settings.steps + 1):
         with ErrorContext(run.world, step, loggers.clock):
-            if halt() or fatal:
-                break
+            if stop_requested(run, loggers) or loggers.fatal:
+                return
             with loggers.profiler.record_step(step, loggers.clock.span):
                 advance(run, progress, step, loggers)
-                progress.seconds = past + time.perf_counter() - run.started
-                fatal = check_health(run, step, loggers)
+                progress.seconds = time.perf_counter() - began
+                check_health(run, step, loggers)
                 if run.evaluator is not None:
                     with loggers.clock.span("evaluate"):  # in the next step's time: what of it holds up the training
-                        due_now = evaluates(run, step)
-                        fatal += async_eval.advance_evaluation(run, progress, loggers, due=due_now, stop=halt)
-                last = halt() or bool(fatal) or step == run.settings.steps
+                        async_eval.advance_evaluation(run, progress, loggers, due=evaluates(run, step))
+                last = stop_requested(run, loggers) or bool(loggers.fatal) or step == run.settings.steps
                 if last or is_due(step, run.settings.checkpoints.every) or step in progress.pending:
                     with loggers.clock.span("checkpoint"):
                         save_checkpoint(run, progress, loggers)
-                    saved = step
-            if fatal:
-                break
-    return saved, fatal
+            if loggers.fatal:
+                return
 
 
-def end_early(
-    run: TrainingRun,
-    progress: Progress,
-    loggers: RunLoggers,
-    stop: StopRequest,
-    halt: Callable[[], bool],
-    fatal: list[health.HealthFinding],
-    saved: int,
-) -> int | None:
+def end_early(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> int | None:
     """Wait for evaluations and saves; the exit code of a run that ends before all is done, None otherwise."""
     done, steps = progress.state.step, run.settings.steps
     again = resume_command(run.run_dir, run.world.size)
-    if done == steps and not async_eval.finish_evaluations(run, progress, loggers, stop=halt):
+    signal = loggers.stop.requested or "a signal to another rank"
+    if done == steps and not async_eval.finish_evaluations(run, progress, loggers):
         loggers.saver.wait()
-        by = stop.requested or "a signal to another rank"
-        loggers.console.line(f"stopped by {by} before the last evaluation; it is made by: {again}")
+        loggers.console.line(f"stopped by {signal} before the last evaluation; it is made by: {again}")
         return EXIT_STOPPED
     with ErrorContext(run.world, done, loggers.clock), loggers.clock.span("checkpoint"):
-        if done < steps and saved < done:  # the signal came between two steps, or before the first
+        if progress.saved < done < steps:  # the signal came between two steps, or before the first
             save_checkpoint(run, progress, loggers)
         loggers.saver.wait()
-    if done < steps and fatal:
-        rules = ", ".join(found.rule for found in fatal)
+    if done == steps:
+        return None
+    if loggers.fatal:
+        rules = ", ".join(finding.rule for finding in loggers.fatal)
         loggers.console.line(
             f"ended by {rules} (sections.Health.stop) after step {done}, which is saved. To go on, until a rule "
             f"fires anew: {again}"
         )
         return EXIT_UNHEALTHY
-    if done < steps:
-        by = stop.requested or "a signal to another rank"
-        loggers.console.line(f"stopped by {by} after step {done}. To go on from here: {again}")
-        return EXIT_STOPPED
-    return None
+    loggers.console.line(f"stopped by {signal} after step {done}. To go on from here: {again}")
+    return EXIT_STOPPED
 
 
 def evaluates(run: TrainingRun, step: int) -> bool:
     """Whether the policy is measured after a step."""
     return step == run.settings.steps or is_due(step, run.settings.evaluation.every)
-
-
-def stop_requested(run: TrainingRun, stop: StopRequest, loggers: RunLoggers) -> bool:
-    """Whether any rank was asked to stop: all of them do, after the same step. Raises what a save or the log raised."""
-    mine = (stop.requested is not None, loggers.saver.failed, loggers.writer.failed)
-    asked, unsaved, unwritten = zip(*run.world.exchange(mine, what="whether to stop"), strict=True)
-    if any(unwritten):
-        run.world.agree(loggers.writer.wait, what="the log")
-    if any(unsaved):
-        loggers.saver.wait()
-    return any(asked)
 
 
 def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers) -> None:
@@ -358,6 +322,7 @@ def save_checkpoint(run: TrainingRun, progress: Progress, loggers: RunLoggers) -
     how = run.settings.checkpoints
     kept = Retention(how.keep_last, how.keep_best, BEST, {**progress.scores}, [*progress.pending])
     loggers.saver.save(progress.state.step, tensors=run.policy.tensors(), blobs=blobs, meta=meta, keep=kept)
+    progress.saved = progress.state.step
 
 
 def problem_stream(run: TrainingRun, carried: Carry) -> Stream:

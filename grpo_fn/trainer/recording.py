@@ -29,6 +29,7 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import choose_kernel
 from grpo_fn.shell.model.logprob_model import choose_head_kernels
 from grpo_fn.shell.policy.fsdp import StepChecksums
+from grpo_fn.shell.process import StopRequest
 from grpo_fn.shell.sampler.interface import EngineSampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import World
@@ -63,6 +64,8 @@ class RunLoggers:
     background: Background
     history: list[health.Line]  # of the metrics, for the rules of health; on the main rank
     losses: list[str]  # of the newest step whose rewards lost rows, the first of each kind with its reason
+    stop: StopRequest
+    fatal: list[health.HealthFinding]  # what ends the run; the same on every rank
 
 
 def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool) -> RunLoggers:
@@ -91,7 +94,20 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
         background=stack.enter_context(Background(run.world, deadline=run.settings.evaluation.timeout)),
         history=[],
         losses=[],
+        stop=stack.enter_context(StopRequest()),
+        fatal=[],
     )
+
+
+def stop_requested(run: TrainingRun, loggers: RunLoggers) -> bool:
+    """Whether any rank was asked to stop: all of them do, after the same step. Raises what a save or the log raised."""
+    outcome = (loggers.stop.requested is not None, loggers.saver.failed, loggers.writer.failed)
+    requested, unsaved, unwritten = zip(*run.world.exchange(outcome, what="whether to stop"), strict=True)
+    if any(unwritten):
+        run.world.agree(loggers.writer.wait, what="the log")
+    if any(unsaved):
+        loggers.saver.wait()
+    return any(requested)
 
 
 def open_writer(run_dir: Path, world: World, mirror: MirrorWriter, *, start_step: int) -> AsyncWriter:
@@ -257,29 +273,29 @@ def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], 
 # -- what the rules of health find in the metrics
 
 
-def check_health(run: TrainingRun, step: int, loggers: RunLoggers) -> list[health.HealthFinding]:
-    """Say what the rules newly find in the metrics; what ends the run is returned, the same on every rank.
+def check_health(run: TrainingRun, step: int, loggers: RunLoggers) -> None:
+    """Report what the rules newly find in the metrics.
 
     The main rank judges: seconds and memory differ between ranks, and a rule may look at them.
     """
     rules = run.settings.health
-    found = run.world.agree(
-        lambda: tuple(health.new_findings(one, loggers.history) for one in (rules.warning_rules, rules.stopping_rules)),
+    findings = run.world.agree(
+        lambda: tuple(health.new_findings(of, loggers.history) for of in (rules.warning_rules, rules.stopping_rules)),
         what="the rules of health",
     )
-    return report_findings(found, step, loggers)
+    report_findings(findings, step, loggers)
 
 
-def report_findings(found: Findings, step: int, loggers: RunLoggers) -> list[health.HealthFinding]:
-    """Say what was found of a step: what warns, and what ends the run, which is returned."""
+def report_findings(findings: Findings, step: int, loggers: RunLoggers) -> None:
+    """Log what was found of a step; what ends the run is added to `loggers.fatal`."""
     # Rows without a score: with the first line about the first row that was lost, where there is one.
     quote = f". The first: {loggers.losses[0].splitlines()[0]}" if loggers.losses else ""
-    warned, fatal = (
-        [one._replace(text=one.text + quote) if one.rule == "invalid_high" else one for one in findings]
-        for findings in found
+    warnings, fatal = (
+        [each._replace(text=each.text + quote) if each.rule == "invalid_high" else each for each in of]
+        for of in findings
     )
-    every = [*dict.fromkeys([*warned, *fatal])]
-    for found in every:
-        loggers.console.line(f"health, {found.rule}: {found.text}")
-    loggers.writer.table(step, "health", [found._asdict() for found in every])
-    return [*fatal]
+    every = [*dict.fromkeys([*warnings, *fatal])]
+    for finding in every:
+        loggers.console.line(f"health, {finding.rule}: {finding.text}")
+    loggers.writer.table(step, "health", [finding._asdict() for finding in every])
+    loggers.fatal.extend(fatal)

@@ -33,6 +33,7 @@ class Progress:
     ahead: list[dict[str, Any]] = field(default_factory=list)  # batches that are sampled and not yet learned from
     pending: list[int] = field(default_factory=list)  # evaluations beside the training that have not come in yet
     scores: dict[int, float] = field(default_factory=dict)  # of those that came in, by step: what keep_best goes by
+    saved: int = -1  # the step of the newest checkpoint; -1: none
 
 
 def read_history(run_dir: Path) -> list[health.Line]:
@@ -135,6 +136,7 @@ def restore(
         ahead=blobs.get("ahead", []),
         pending=[*meta.get("pending", ())],
         scores={int(step): score for step, score in meta.get("scores", {}).items()},
+        saved=meta["step"],
     )
 
 
