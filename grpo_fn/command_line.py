@@ -82,9 +82,9 @@ def first_on_host(text: str) -> bool:
     folder = os.environ.get(ERRORS)
     if folder is None:
         return True
-    said = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {text}"
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {text}"
     try:
-        os.close(os.open(Path(folder) / sha256(said.encode()).hexdigest(), os.O_CREAT | os.O_EXCL))
+        os.close(os.open(Path(folder) / sha256(attempt.encode()).hexdigest(), os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return False
     except OSError:  # the folder is gone: an error that is said twice is better than one that is not

@@ -90,8 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command_again(args: argparse.Namespace) -> str:
     """The command that resumes in the run folder, also where that was named by the time; with the launcher."""
-    given = [("--gin_file", name) for name in args.gin_file] + [("--gin_param", name) for name in args.gin_param]
-    words = [word for pair in (*given, ("--run_dir", str(args.run_dir))) for word in pair]
+    flags_of_files = [("--gin_file", name) for name in args.gin_file] + [
+        ("--gin_param", name) for name in args.gin_param
+    ]
+    words = [word for pair in (*flags_of_files, ("--run_dir", str(args.run_dir))) for word in pair]
     return f"{launcher_command(int(os.environ.get('WORLD_SIZE', 1)))} -m grpo_fn.run {shlex.join(words)}"
 
 

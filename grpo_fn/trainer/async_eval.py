@@ -127,9 +127,10 @@ def amend_history(history: health.History, step: int, figures: Mapping[str, floa
 def findings_of_late_evaluation(rules: Health, before: health.History, after: health.History) -> Findings:
     """Findings of a step's rules that its late evaluation adds to those of the time."""
     warn, stop = rules.warning_rules, rules.stopping_rules
-    known = {finding.rule for finding in health.new_findings([*warn, *stop], before)}
+    earlier_rules = {finding.rule for finding in health.new_findings([*warn, *stop], before)}
     warnings, fatal = (
-        [finding for finding in health.new_findings(of, after) if finding.rule not in known] for of in (warn, stop)
+        [finding for finding in health.new_findings(of, after) if finding.rule not in earlier_rules]
+        for of in (warn, stop)
     )
     return warnings, fatal
 
@@ -152,9 +153,9 @@ def resume_pending(run: TrainingRun, progress: Progress, loggers: RunLoggers) ->
     """
     root, now = run.run_dir / "checkpoints", progress.state.step
     for step in [*progress.pending]:
-        known = run.world.agree(partial(figures_of, run.run_dir, step), what=f"the metrics of step {step}")
-        if BEST in known:
-            credit_score(progress, step, known)
+        figures = run.world.agree(partial(figures_of, run.run_dir, step), what=f"the metrics of step {step}")
+        if BEST in figures:
+            credit_score(progress, step, figures)
             continue
         if step != now and (flaw := run.world.agree(partial(store.checkpoint_flaw, root, step), what="a checkpoint")):
             loggers.console.line(f"the evaluation of step {step} is lost, its weights are not there any more: {flaw}")

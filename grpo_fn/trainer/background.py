@@ -56,16 +56,16 @@ class Background(AbstractContextManager):
         """
         if self.name is None:
             return None
-        name, made = self.name, None
+        name, result = self.name, None
         try:
-            made = self._world.agree(lambda: self._outcome(take, patience), what=f"news of the {name}")
+            result = self._world.agree(lambda: self._outcome(take, patience), what=f"news of the {name}")
         except BaseException as error:
             self.cancel()
             error.add_note(f"in the {name}, beside the training")
             raise
-        if made is not None:
+        if result is not None:
             self.name = None
-        return made
+        return result
 
     def cancel(self) -> None:
         """Ask what is at work to stop, and wait a moment for it."""

@@ -147,15 +147,17 @@ def build(
 
     Raises ValueError, before any weights are loaded, for a folder, prompts or a number of ranks that do not fit.
     """
-    s, said = settle_blocks(with_record(settings, request.run_dir, world.rank), checked.config, world.device)
+    s, block_notes = settle_blocks(with_record(settings, request.run_dir, world.rank), checked.config, world.device)
     prepare_process(world.device, deterministic=s.compute.deterministic)
     check_ranks(s, request, world)
     key = prng.key(s.seed, device="cpu")
-    (folder, tokenizer, task), taught = open_and_prepare(s, checked, request, world, enter=enter, report=report)
+    (folder, tokenizer, task), teachers_prepared = open_and_prepare(
+        s, checked, request, world, enter=enter, report=report
+    )
     environments, environment_workers = open_environments(s.episodes, tokenizer)
     report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS), world.device)
-    teachers = teacher_specs(s, spec, checked, taught.folders)
+    teachers = teacher_specs(s, spec, checked, teachers_prepared.folders)
     load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=teachers)
     loaded = world.together(load, what="loading the model")
     policy = FSDPPolicy(
@@ -201,20 +203,22 @@ def build(
                 DataParallelSampler(engine, world, probe),
                 partial(train_problems, task, prng.fold_in(key, DATA)),
                 max_staleness=s.sampling.max_staleness,
-                deadline=s.sampling.timeout,
+                deadline=s.parallelism.collective_timeout * 5 / 6,  # before the other ranks give up
             ),
             engine=engine,
             tokenizer=tokenizer,
             algo=run_algorithm(s, task),
             reward=partial(early.reward_of, reward=s.rewards.reward, world=world),
-            teacher=teacher_of_run(s.teacher, policy, loaded, taught, world),
+            teacher=teacher_of_run(s.teacher, policy, loaded, teachers_prepared, world),
             demonstration_rows=read,
             demonstrations=shown,
             task=task,
             evaluator=s.evaluation.async_sampler and partial(start_evaluator, s, spec, tokenizer, world, environments),
             pool=pool,
             environments=environments,
-            plan=plan_lines(checked.plan, [*task.notes, *taught.notes, *said], task.size, world, checked.dtype),
+            plan=plan_lines(
+                checked.plan, [*task.notes, *teachers_prepared.notes, *block_notes], task.size, world, checked.dtype
+            ),
             ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
             started=started,
         )
@@ -289,7 +293,9 @@ def open_and_prepare(
     world.agree(partial(check_steps, request.run_dir, s.steps), what="looking at the checkpoints")
     looking = f"looking at the prompts of {draws} draws and {len(task.test)} held-out problems"
     sources = [checked.source, *(source for source, _ in checked.teachers.values())]
-    there = all(isinstance(one, hf.Pretrained) for one in sources)  # to be looked at before a run folder is made
+    already_made = all(
+        isinstance(source, hf.Pretrained) for source in sources
+    )  # to be looked at before a run folder is made
 
     def prepare_here() -> tuple[PreparedModel, PreparedTeachers]:
         prepared = prepare_data(checked.source, task, drawn, checked.config, s.data, s.sampling, s.episodes)
@@ -300,14 +306,14 @@ def open_and_prepare(
         world.agree(enter_folder, what="opening the run folder")
         report(f"the run folder is {request.run_dir}")
 
-    if not there:  # to be made, which takes time: not before the run folder is known to be ours
+    if not already_made:  # to be made, which takes time: not before the run folder is known to be ours
         open_folder()
         report("making the model, or finding it in its cache")
-        for one in sources:
-            world.agree_at_length(one.folder, what="making the model")
+        for source in sources:
+            world.agree_at_length(source.folder, what="making the model")
     report(looking)
     prepared = world.together(prepare_here, what="looking at model and data")
-    if there:
+    if already_made:
         open_folder()
     return prepared
 
@@ -380,10 +386,12 @@ def check_restored(run: TrainingRun, carried: Carry) -> Carry:
 
     Raises ValueError for the state of another curriculum, or one over other arms.
     """
-    wanted, got = first_carry(run).curriculum, carried.curriculum
-    if wanted is None or got is None:
-        return carried._replace(curriculum=wanted)
-    check_arrays({"turns": got.turns, **got.arrays}, {"turns": wanted.turns, **wanted.arrays}, "checkpoint, curriculum")
+    fresh, restored = first_carry(run).curriculum, carried.curriculum
+    if fresh is None or restored is None:
+        return carried._replace(curriculum=fresh)
+    check_arrays(
+        {"turns": restored.turns, **restored.arrays}, {"turns": fresh.turns, **fresh.arrays}, "checkpoint, curriculum"
+    )
     return carried
 
 

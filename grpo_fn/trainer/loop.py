@@ -304,8 +304,8 @@ def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[st
     how, key = run.settings.evaluation, prng.fold_in(run.key, EVALUATION)
     figures = {}
     if isinstance(run.algo, Stage):
-        given = run.demonstration_rows(run.held_out)  # how likely the policy finds the held-out demonstrations
-        figures = metrics.likelihood("eval/", metrics.stat(-run.policy.logp(given), given.mask))
+        demonstrations = run.demonstration_rows(run.held_out)  # how likely the policy finds the held-out demonstrations
+        figures = metrics.likelihood("eval/", metrics.stat(-run.policy.logp(demonstrations), demonstrations.mask))
         run.sampler.load(run.policy)  # no step did
     greedy, sampled = (run.evaluation_sampler(draw) for draw in (sampling.greedy, how.token_sampler))
     judged = how.grade_answers(greedy, sampled, run.held_out, key=key, score=run.score)

@@ -100,14 +100,18 @@ def check_fits(saved: Path, config: PretrainedConfig) -> None:
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in weights_of(hf.empty_model(config)).items()}
     how, stored = adapters(saved), tensor_shards.folder_tensors(saved)
-    got = {name.removeprefix(WEIGHTS): shape for name, (shape, _) in stored.items() if name.startswith(WEIGHTS)}
-    wanted = shapes if how is None else {name: _adapter_shape(name, shapes, how) for name in got}
-    odd = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
-    if odd:
-        name = odd[0]
+    stored_shapes = {
+        name.removeprefix(WEIGHTS): shape for name, (shape, _) in stored.items() if name.startswith(WEIGHTS)
+    }
+    expected = shapes if how is None else {name: _adapter_shape(name, shapes, how) for name in stored_shapes}
+    differing = sorted(
+        name for name in expected.keys() | stored_shapes.keys() if expected.get(name) != stored_shapes.get(name)
+    )
+    if differing:
+        name = differing[0]
         raise ValueError(
-            f"got checkpoint {saved} of another model: {name} {got.get(name, 'is not in it')}, wanted "
-            f"{wanted.get(name) or 'nothing of that name'} ({len(odd)} weights differ)"
+            f"got checkpoint {saved} of another model: {name} {stored_shapes.get(name, 'is not in it')}, wanted "
+            f"{expected.get(name) or 'nothing of that name'} ({len(differing)} weights differ)"
         )
 
 
@@ -135,11 +139,11 @@ def copy_checkpoint_weights(model: nn.Module, saved: Path) -> None:
             own[name].copy_(weight)
 
 
-def load_located_model(found: LocatedModel, load: Callable[[], nn.Module]) -> nn.Module:
+def load_located_model(located: LocatedModel, load: Callable[[], nn.Module]) -> nn.Module:
     """The model of the folder, with the checkpoint's weights in it where there is one."""
     module = load()
-    if found.checkpoint is not None:
-        copy_checkpoint_weights(module, found.checkpoint)
+    if located.checkpoint is not None:
+        copy_checkpoint_weights(module, located.checkpoint)
     return module
 
 
@@ -180,26 +184,26 @@ def find_run_checkpoint(name: str) -> LocatedModel:
     raise ValueError(f"got run folder {run} without a whole checkpoint, wanted one that has saved")
 
 
-def export_whole(found: LocatedModel, out: Path) -> None:
+def export_whole(located: LocatedModel, out: Path) -> None:
     """Write the whole model, adapters merged."""
-    config, folder = found.source.config(), found.source.folder()
-    check_fits(found.checkpoint, config)
+    config, folder = located.source.config(), located.source.folder()
+    check_fits(located.checkpoint, config)
     model = hf.empty_model(config)
     model.generation_config = hf.generation_config(folder, config)
-    weights: Mapping[str, Tensor] = store.read_tensors(found.checkpoint, WEIGHTS)
-    if (how := adapters(found.checkpoint)) is not None:
+    weights: Mapping[str, Tensor] = store.read_tensors(located.checkpoint, WEIGHTS)
+    if (how := adapters(located.checkpoint)) is not None:
         base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").requires_grad_(False)  # dtype of its files
         weights = dict(lora.merge_adapters(with_adapters(weights_of(base), weights), how))
     check_space(out, sum(x.nbytes for x in weights.values()) + 2**20)
     hf.export_model_folder(model, weights, hf.load_tokenizer(folder), out)
 
 
-def export_adapter(found: LocatedModel, out: Path) -> None:
+def export_adapter(located: LocatedModel, out: Path) -> None:
     """Write the adapters alone. Raises ValueError where there are none."""
-    if (how := adapters(found.checkpoint)) is None:
-        raise ValueError(f"got --adapter for {found.path}, wanted a checkpoint of a run with LoRA")
-    check_fits(found.checkpoint, found.source.config())
-    tensors = store.read_tensors(found.checkpoint, WEIGHTS)
+    if (how := adapters(located.checkpoint)) is None:
+        raise ValueError(f"got --adapter for {located.path}, wanted a checkpoint of a run with LoRA")
+    check_fits(located.checkpoint, located.source.config())
+    tensors = store.read_tensors(located.checkpoint, WEIGHTS)
     building = out.with_name(f".{out.name}-new")
-    lora.adapter_folder(tensors, how, found.source.folder(), building)
+    lora.adapter_folder(tensors, how, located.source.folder(), building)
     building.rename(out)

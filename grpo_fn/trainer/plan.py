@@ -169,9 +169,9 @@ def settle_blocks(
     settings: Settings, config: PretrainedConfig, device: torch.device
 ) -> tuple[Settings, tuple[str, ...]]:
     """The settings with `mesh.Parallelism.compile` as it is on the device; and lines on it and on attention."""
-    found = plan_blocks(settings.parallelism, device, config=config, deterministic=settings.compute.deterministic)
+    blocks_plan = plan_blocks(settings.parallelism, device, config=config, deterministic=settings.compute.deterministic)
     attends = attention_note(settings.compute.attention, hf.find_dtype(settings.compute.dtype), device)
-    return replace(settings, parallelism=found.parallelism), (*found.notes, *attends)
+    return replace(settings, parallelism=blocks_plan.parallelism), (*blocks_plan.notes, *attends)
 
 
 def rank_line(settings: Settings, world: World) -> str:

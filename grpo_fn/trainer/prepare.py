@@ -128,13 +128,13 @@ def check_openings(
     with episodes.pool() as pool:
         chat = episodes.environments(tokenizer, pool).chat
         for problem, future in [(problem, pool.start(problem, 0)) for problem in longest]:
-            begun = future.result()
-            opening = [] if begun.failure else chat.open(begun.messages)
+            answer = future.result()
+            opening = [] if answer.failure else chat.open(answer.messages)
             if len(opening) > limit:
                 raise ValueError(
                     f"sections.Episodes.environment: {episodes.name}: got an opening of {len(opening)} tokens for "
                     f"problem {problem.uid}, wanted at most {limit} (sections.Sampling.max_total_tokens less one for "
-                    f"a turn): {begun.messages[0].content[:80]!r}"
+                    f"a turn): {answer.messages[0].content[:80]!r}"
                 )
 
 
@@ -169,13 +169,13 @@ def fitting_episodes(
 
 def opening_length(environments: Environments) -> Length:
     """Counts the tokens of a problem's opening, once; one that cannot begin has none."""
-    known: dict[int, tuple[Problem, int]] = {}  # by identity: the rows of a task have no numbers yet
+    lengths: dict[int, tuple[Problem, int]] = {}  # by identity: the rows of a task have no numbers yet
 
     def length(problem: Problem) -> int:
-        if id(problem) not in known:
-            begun = environments.caller.start(problem, 0).result()
-            known[id(problem)] = problem, 0 if begun.failure else len(environments.chat.open(begun.messages))
-        return known[id(problem)][1]
+        if id(problem) not in lengths:
+            answer = environments.caller.start(problem, 0).result()
+            lengths[id(problem)] = problem, 0 if answer.failure else len(environments.chat.open(answer.messages))
+        return lengths[id(problem)][1]
 
     return length
 

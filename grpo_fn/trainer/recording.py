@@ -123,16 +123,16 @@ def lost_rows(run: TrainingRun, before: Counter, loggers: RunLoggers) -> dict[st
     """
     counts = {f"reward/{kind}": number - before[kind] for kind, number in run.pool.counts.items()}
     costs = {JUDGE_METRICS[kind]: number - before[kind] for kind, number in run.pool.costs.items()}
-    mine = (counts, costs, [*run.pool.complaints])
+    own = (counts, costs, [*run.pool.complaints])
     run.pool.complaints.clear()
-    parts = run.world.exchange(mine, what="the others' troubles with rewards")
-    said = [
+    parts = run.world.exchange(own, what="the others' troubles with rewards")
+    lines = [
         text if len(parts) == 1 else f"rank {rank}: {text}" for rank, (*_, texts) in enumerate(parts) for text in texts
     ]
-    for text in said:
+    for text in lines:
         loggers.console.line(text)
-    if said:
-        loggers.losses[:] = said
+    if lines:
+        loggers.losses[:] = lines
     total: Counter[str] = Counter()
     for counts, costs, _ in parts:  # `update`, unlike +, keeps what is 0
         total.update(counts)
@@ -143,10 +143,10 @@ def lost_rows(run: TrainingRun, before: Counter, loggers: RunLoggers) -> dict[st
 # -- a step in tables
 
 
-def sample_rows(seen: Experience) -> list[Row]:
+def sample_rows(experience: Experience) -> list[Row]:
     """The first samples as a person would read them."""
-    problems, rollout, reward = seen.groups
-    size, adv = reward.value.shape[1], sample_advantages(seen.adv, seen.groups)
+    problems, rollout, reward = experience.groups
+    size, adv = reward.value.shape[1], sample_advantages(experience.adv, experience.groups)
     return [
         {
             "prompt": problems[b // size].prompt,
@@ -159,32 +159,34 @@ def sample_rows(seen: Experience) -> list[Row]:
     ]
 
 
-def record(run: TrainingRun, step: int, seen: Experience, loggers: RunLoggers) -> None:
+def record(run: TrainingRun, step: int, experience: Experience, loggers: RunLoggers) -> None:
     """Store the rollout; put distributions and a few samples where TensorBoard shows them."""
     how, writer = run.settings.logging, loggers.writer
-    adv = sample_advantages(seen.adv, seen.groups)
-    problems, rollout, reward = seen.groups
-    there = tree_map_only(Tensor, Tensor.cpu, (rollout, reward, adv))
-    asked = partial(rollout_store.store_rollouts, run.run_dir / "rollouts", step, problems, run.algo.group_size, *there)
-    writer.do(f"the rollout of step {step}", partial(asked, keep=how.keep_rollouts))
+    adv = sample_advantages(experience.adv, experience.groups)
+    problems, rollout, reward = experience.groups
+    on_host = tree_map_only(Tensor, Tensor.cpu, (rollout, reward, adv))
+    store = partial(
+        rollout_store.store_rollouts, run.run_dir / "rollouts", step, problems, run.algo.group_size, *on_host
+    )
+    writer.do(f"the rollout of step {step}", partial(store, keep=how.keep_rollouts))
     writer.histogram(step, "advantage/distribution", adv)
     writer.histogram(step, "generation/length", rollout.mask.sum(-1))
-    writer.histogram(step, "loss/ratio", seen.ratio)
+    writer.histogram(step, "loss/ratio", experience.ratio)
     if is_due(step, how.samples_every):
-        writer.table(step, "samples", sample_rows(seen))
+        writer.table(step, "samples", sample_rows(experience))
 
 
 def step_checksums(
-    run: TrainingRun, step: int, seen: Experience, carried: Carry, noted: StepChecksums
+    run: TrainingRun, step: int, experience: Experience, carried: Carry, noted: StepChecksums
 ) -> dict[str, Any]:
     """The step's line in digests.jsonl: its checksums, and what they may depend on besides. Every rank takes part.
 
     `carried` is what the step hands to the next one.
     """
-    (_, rollout, reward), world = seen.groups, run.world
+    (_, rollout, reward), world = experience.groups, run.world
     return {
         "step": step,
-        **of_step(rollout, reward, seen.adv, seen.batch.logp_old, noted.signals),
+        **of_step(rollout, reward, experience.adv, experience.batch.logp_old, noted.signals),
         **of_curriculum(carried.curriculum),
         **run.policy.digests(),
         "width": rollout.tokens.shape[1],
@@ -235,13 +237,13 @@ def check_same_kernels(run: TrainingRun, when: str) -> None:
     """
     if run.world.device.type != "cuda":
         return
-    seen: dict[str, tuple[int, str]] = {}
+    first_choice: dict[str, tuple[int, str]] = {}
     for rank, brought in enumerate(run.world.exchange(chosen_kernels(run), what="the kernels of the ranks")):
         for what, which in brought.items():
-            first, wanted = seen.setdefault(what, (rank, which))
-            if which != wanted:
+            first, expected = first_choice.setdefault(what, (rank, which))
+            if which != expected:
                 raise RuntimeError(
-                    f"{what}, by a trial on each rank, {when}: got {which} on rank {rank}, wanted {wanted} "
+                    f"{what}, by a trial on each rank, {when}: got {which} on rank {rank}, wanted {expected} "
                     f"as on rank {first}"
                 )
 
@@ -252,22 +254,22 @@ def record_kernels(run_dir: Path, step: int, kernels: Mapping[str, str]) -> list
         return []
     before = recorded_kernels(run_dir, step - 1)
     append_json(run_dir / KERNELS, {"step": step, "kernels": dict(kernels)})
-    odd = [
+    changes = [
         f"{what} {before[what]} recorded, {now} now" for what, now in kernels.items() if before.get(what, now) != now
     ]
-    return [f"step {step} has other kernels than before: {'; '.join(odd)}"] if odd else []
+    return [f"step {step} has other kernels than before: {'; '.join(changes)}"] if changes else []
 
 
 def recorded_kernels(run_dir: Path, step: int) -> dict[str, str]:
     """The kernels that a step was taken with."""
-    found = [line.row["kernels"] for line in step_lines(run_dir / KERNELS, torn_end=True) if line.step <= step]
-    return found[-1] if found else {}
+    records = [line.row["kernels"] for line in step_lines(run_dir / KERNELS, torn_end=True) if line.step <= step]
+    return records[-1] if records else {}
 
 
 def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], writer: AsyncWriter) -> None:
     """Everything that was answered to eval/step_N.jsonl, the first SAMPLES of it to TensorBoard."""
-    rollout_store.store_evaluation(run_dir / "eval", step, [one.row() for one in judged])
-    writer.table(step, "eval/samples", [one.display_fields() for one in judged[:SAMPLES]])
+    rollout_store.store_evaluation(run_dir / "eval", step, [answer.row() for answer in judged])
+    writer.table(step, "eval/samples", [answer.display_fields() for answer in judged[:SAMPLES]])
 
 
 # -- what the rules of health find in the metrics

@@ -85,7 +85,6 @@ class Sampling:
     stop: Sequence[str]  # texts that end a completion; the end-of-sequence token always does
     allow_biased: bool  # draws that are not from softmax(logits / temperature)
     max_staleness: int  # batches sampled ahead of the training; 0: none
-    timeout: float  # seconds that a step waits for its completions
     probe: Probe | None  # compares the engine's log-probs with the policy's after each weight sync
     SUPPLIED: ClassVar = {"token_sampler": ("temperature",)}
 
@@ -197,8 +196,8 @@ class Teacher:
 
     def sources(self) -> dict[str, hf.ModelSource]:
         """Where each of the others comes from, by key. Raises ValueError for what is no model."""
-        known = self.on_servers() | self.of_policy()
-        loaded = {name: model for name, model in self.models.items() if name not in known}
+        not_loaded = self.on_servers() | self.of_policy()
+        loaded = {name: model for name, model in self.models.items() if name not in not_loaded}
         return {name: model_source(model, "sections.Teacher.models") for name, model in loaded.items()}
 
 

@@ -50,27 +50,27 @@ def figures_of(run_dir: Path, step: int) -> dict[str, float]:
 
 def line_gaps(run_dir: Path, step: int, checksums_every: int) -> list[str]:
     """What metrics.jsonl and digests.jsonl lack of the steps up to a checkpoint's, or have twice, in words."""
-    found = []
+    gaps = []
     for name, first, every in (("metrics.jsonl", 0, 1), (DIGESTS, checksums_every, checksums_every)):
-        seen = Counter(line.step for line in step_lines(run_dir / name, torn_end=True))
+        lines_of = Counter(line.step for line in step_lines(run_dir / name, torn_end=True))
         due = range(first, step + 1, every) if every else ()
-        odd = {n: seen[n] for n in sorted({*due, *seen}) if n <= step and seen[n] != 1}
-        if odd:
-            first_odd = [f"{lines} of step {n}" for n, lines in [*odd.items()][:8]]
-            shown = ", ".join([*first_odd, "..."] if len(odd) > 8 else first_odd)
-            found.append(
+        wrong_counts = {n: lines_of[n] for n in sorted({*due, *lines_of}) if n <= step and lines_of[n] != 1}
+        if wrong_counts:
+            first_wrong = [f"{lines} of step {n}" for n, lines in [*wrong_counts.items()][:8]]
+            shown = ", ".join([*first_wrong, "..."] if len(wrong_counts) > 8 else first_wrong)
+            gaps.append(
                 f"{run_dir / name}: got {shown}, wanted one line each up to the checkpoint of step {step}: the weights "
                 "are whole, this record of them is not"
             )
-    return found
+    return gaps
 
 
-def check_steps(run_dir: Path, wanted: int) -> None:
+def check_steps(run_dir: Path, steps: int) -> None:
     """Raise ValueError for a run folder that has gone further than `wanted` steps."""
     done = max(store.steps(run_dir / "checkpoints"), default=0)
-    if done > wanted:
+    if done > steps:
         raise ValueError(
-            f"steps: got {wanted} for {run_dir}, wanted {done} or more, which it has made, or another folder"
+            f"steps: got {steps} for {run_dir}, wanted {done} or more, which it has made, or another folder"
         )
 
 
@@ -152,24 +152,24 @@ def newest_checkpoint(
 ) -> tuple[Path | None, dict[str, Any], dict[str, Any], list[str]]:
     """(path, blobs, meta, what was skipped) of the newest checkpoint that verifies."""
     notes: list[str] = []
-    found = store.latest_verified(root, warn=notes.append)
+    newest = store.latest_verified(root, warn=notes.append)
     broken = sorted(path.name for path in root.glob("broken-step_*"))
-    if found is None and broken and not start_over:
+    if newest is None and broken and not start_over:
         problem = (
             f"got {root} with nothing but broken checkpoints ({', '.join(broken)}), wanted one to resume from: "
             "choose another --run_dir, or pass --force to start over in this one"
         )
         raise ValueError("\n  ".join([problem, *notes]))
-    last = 0 if found or start_over else max(metrics_by_step(root.parent, torn_end=True), default=0)
+    last = 0 if newest or start_over else max(metrics_by_step(root.parent, torn_end=True), default=0)
     # The second save waits for the first: one step later there was a checkpoint.
     if last and (not root.is_dir() or 0 < 2 * every < last):
         raise ValueError(
             f"got no checkpoint in {root}, wanted one to resume from, as metrics.jsonl goes to step {last}: "
             "put it back, choose another --run_dir, or pass --force to start over in this one"
         )
-    if found is None:
+    if newest is None:
         return None, {}, {}, notes
-    return found.path, store.blobs(found.path), found.meta, notes
+    return newest.path, store.blobs(newest.path), newest.meta, notes
 
 
 def pack_carried(carried: Carry) -> dict[str, Any]:

@@ -255,7 +255,7 @@ def traffic(step: DeviceStep, weights: Sequence[Weight], how: Parallelism, *, on
     sums = step.epochs * (7 + 2 * step.recomputed) + 2 * step.frozen_passes  # two a block, and on the way back five
     summed = step.width * step.tokens() * step.head[1] * step.blocks * sums
     micro, back = step.micro_batches, step.epochs * step.micro_batches
-    found = [
+    parts = [
         Traffic("weights, gathered", micro * step.width * gathered([(w, w.whole - w.part) for w in weights]), near[1]),
         Traffic("gradients, reduced", back * WIDE * (whole - kept), near[1]),
         Traffic("gradients, of other copies", updates * 2 * WIDE * kept * (replicate - 1) / replicate, near[2]),
@@ -267,7 +267,7 @@ def traffic(step: DeviceStep, weights: Sequence[Weight], how: Parallelism, *, on
             HOST_LINK,
         ),
     ]
-    return [one for one in found if one.bytes]
+    return [part for part in parts if part.bytes]
 
 
 def step_estimate_lines(step: DeviceStep, received: Sequence[Traffic]) -> list[str]:
@@ -275,13 +275,13 @@ def step_estimate_lines(step: DeviceStep, received: Sequence[Traffic]) -> list[s
     seconds = {
         "sampling": sampling_seconds(step),
         "training": training_seconds(step),
-        "links": sum(one.bytes / one.rate for one in received),
+        "links": sum(part.bytes / part.rate for part in received),
     }
     return [
         "received by each device in a step, by the mesh:" + ("" if received else " nothing"),
         *(
-            f"  {one.name:<38}{format_number(one.bytes / GB, 3):>9} GB, at {one.rate / GB:.0f} GB/s (assumed)"
-            for one in received
+            f"  {part.name:<38}{format_number(part.bytes / GB, 3):>9} GB, at {part.rate / GB:.0f} GB/s (assumed)"
+            for part in received
         ),
         "time of a step, a coarse estimate calibrated on one H100 80GB:",
         *(f"  {name:<38}{format_number(n, 2):>9} s" for name, n in seconds.items()),

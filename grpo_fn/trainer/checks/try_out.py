@@ -47,21 +47,21 @@ def try_token_sampler(token_sampler: Callable[..., Any], temperature: float) -> 
         )
 
 
-def wrong_tensor(found: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+def wrong_tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
     """What is wrong with a tensor that is to have this shape and kind of numbers, and to be finite; None if nothing."""
-    if not isinstance(found, Tensor):
-        return shown_type(found)
-    kinds = (found.dtype is torch.bool, found.is_floating_point())
+    if not isinstance(value, Tensor):
+        return shown_type(value)
+    kinds = (value.dtype is torch.bool, value.is_floating_point())
     if kinds != (dtype is torch.bool, dtype.is_floating_point):
-        return f"a tensor of {str(found.dtype).removeprefix('torch.')}"
-    if tuple(found.shape) != shape:
-        return f"a tensor of shape {list(found.shape)}"
-    return None if found.isfinite().all() else "a tensor with numbers that are not finite"
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')}"
+    if tuple(value.shape) != shape:
+        return f"a tensor of shape {list(value.shape)}"
+    return None if value.isfinite().all() else "a tensor with numbers that are not finite"
 
 
-def shown_type(found: Any) -> str:
+def shown_type(value: Any) -> str:
     """The type of what was returned, and its length where it is a tuple."""
-    return f"a {type(found).__name__}" + (f" of {len(found)}" if isinstance(found, tuple) else "")
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple) else "")
 
 
 def own_functions(value: Any) -> Iterator[str]:
@@ -89,14 +89,14 @@ def try_task(make: Any) -> Task:
     task = _called("sections.Data.task", make, make, wanted=wanted)
     if not isinstance(task, Task):
         raise ValueError(f"sections.Data.task: got {shown_type(task)} from {_name(make)}, wanted {wanted}")
-    found: list[Any] = list(task.test[:1])
+    problems: list[Any] = list(task.test[:1])
     if task.size:
         draw = _called("sections.Data.task", make, lambda: task.train(prng.key(0, device="cpu"), 0), wanted="a Problem")
-        found.append(draw)
-    for one in found:
-        if not isinstance(one, Problem):
+        problems.append(draw)
+    for problem in problems:
+        if not isinstance(problem, Problem):
             raise ValueError(
-                f"sections.Data.task: got {shown_type(one)} as a problem of {_name(make)}, wanted a Problem"
+                f"sections.Data.task: got {shown_type(problem)} as a problem of {_name(make)}, wanted a Problem"
             )
     return task
 
@@ -104,9 +104,9 @@ def try_task(make: Any) -> Task:
 def try_optimizer(optimizer: Callable[..., Any]) -> None:
     """Raise ValueError unless it makes a torch optimizer of parameters."""
     knob, wanted = "sections.PolicyUpdate.optimizer", "a torch.optim.Optimizer of the parameters that it is given"
-    made = _called(knob, optimizer, lambda: optimizer([nn.Parameter(torch.zeros(2, 2))]), wanted=wanted)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ValueError(f"{knob}: got {shown_type(made)} from {_name(optimizer)}, wanted {wanted}")
+    result = _called(knob, optimizer, lambda: optimizer([nn.Parameter(torch.zeros(2, 2))]), wanted=wanted)
+    if not isinstance(result, torch.optim.Optimizer):
+        raise ValueError(f"{knob}: got {shown_type(result)} from {_name(optimizer)}, wanted {wanted}")
 
 
 def try_schedule(schedule: Callable[[int], Any], updates: int) -> None:
@@ -143,16 +143,18 @@ def reward_parts(reward: Callable[..., Reward], problem: Problem) -> tuple[list[
     """The parts of a reward, found by calling it on two empty completions whose scores are all 0."""
     mask = torch.tensor([[False, True], [False, True]])
     rollout = Rollout(mask.long(), mask, torch.zeros(2, 2), ~mask[:, 1], ("", ""))
-    asked: list[RewardFn] = []
+    functions: list[RewardFn] = []
 
     def score(fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
-        asked.append(fn)
+        functions.append(fn)
         return [0.0] * len(completions)
 
-    found = reward((problem,), rollout, score=score)
-    if not isinstance(found, Reward):
-        raise ValueError(f"reward: got {type(found).__name__} from sections.Rewards.reward, wanted a core.types.Reward")
-    return [*found.parts], asked
+    result = reward((problem,), rollout, score=score)
+    if not isinstance(result, Reward):
+        raise ValueError(
+            f"reward: got {type(result).__name__} from sections.Rewards.reward, wanted a core.types.Reward"
+        )
+    return [*result.parts], functions
 
 
 def try_rewards(knob: str, fns: Sequence[RewardFn], problem: Problem, make_pool: Callable[[], RewardPool]) -> None:
@@ -188,8 +190,8 @@ FOLDER = "judge"  # in the run folder
 
 def judges_of_run(settings: Settings) -> list[Judge]:
     """The judges that a run asks."""
-    found = {id(judge): judge for judge in judges_of([settings.rewards.reward, *settings.evaluation.graders])}
-    judges = [*found.values()]
+    by_identity = {id(judge): judge for judge in judges_of([settings.rewards.reward, *settings.evaluation.graders])}
+    judges = [*by_identity.values()]
     names = [judge.name for judge in judges]
     if len({*names}) != len(names):
         raise ValueError(f"judge.Judge.name: got {', '.join(names)}, wanted a name of its own for each judge")
@@ -231,15 +233,15 @@ def try_environment(episodes: Episodes | None, problem: Problem) -> None:
         return
     name = episodes.name
     with episodes.pool() as pool:
-        begun = pool.start(problem, 0).result()
-        require_answer(f"sections.Episodes.environment: {name}.start of problem {problem.uid}", begun)
-        if not begun.messages:
+        opening = pool.start(problem, 0).result()
+        require_answer(f"sections.Episodes.environment: {name}.start of problem {problem.uid}", opening)
+        if not opening.messages:
             raise ValueError(f"sections.Episodes.environment: {name}.start: got no messages, wanted what is read first")
-        answers = [pool.step(begun.state, Message("assistant", text), 0) for text in TEXTS]
-        found = [future.result() for future in answers]
-    if all(answer.failure for answer in found):
-        require_answer(f"sections.Episodes.environment: {name} of problem {problem.uid}", found[0])
-    for answer in found:
+        answers = [pool.step(opening.state, Message("assistant", text), 0) for text in TEXTS]
+        replies = [future.result() for future in answers]
+    if all(answer.failure for answer in replies):
+        require_answer(f"sections.Episodes.environment: {name} of problem {problem.uid}", replies[0])
+    for answer in replies:
         if not answer.failure and not answer.done and not answer.messages:
             raise ValueError(
                 f"sections.Episodes.environment: {name}: got a step that is not done and has no messages, wanted an "

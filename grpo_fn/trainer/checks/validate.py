@@ -134,9 +134,9 @@ def check_full_support(token_sampler: TokenSampler, temperature: float, allow_bi
     if allow_biased:
         return
     wrong = (draws_differ(token_sampler, logits, count, temperature) for logits, count in KNOWN)
-    if found := next(filter(None, wrong), None):
+    if fault := next(filter(None, wrong), None):
         raise ValueError(
-            f"token_sampler: {found}, wanted draws from softmax(logits / {temperature:g}) while training, or the "
+            f"token_sampler: {fault}, wanted draws from softmax(logits / {temperature:g}) while training, or the "
             "gradient is that of another policy: sections.Sampling.token_sampler = @sampling.categorical, or "
             "sections.Sampling.allow_biased = True to train all the same"
         )
@@ -156,12 +156,12 @@ def draws_differ(token_sampler: TokenSampler, logits: Tensor, count: int, temper
     off = float((logp - true[token]).abs().nan_to_num(torch.inf).max())
     if off > 1e-4 + 1e-6 * float(logits.abs().max()) / temperature:  # float32 rounds logits / temperature
         return f"got log-probabilities up to {off:.2g} nats off"
-    wanted = true.exp().reshape(EIGHTS, -1).sum(-1) * count
-    seen = torch.bincount(token, minlength=len(logits)).reshape(EIGHTS, -1).sum(-1)
-    far = (seen - wanted).abs() > 3 + 5 * wanted.sqrt()
+    expected = true.exp().reshape(EIGHTS, -1).sum(-1) * count
+    drawn = torch.bincount(token, minlength=len(logits)).reshape(EIGHTS, -1).sum(-1)
+    far = (drawn - expected).abs() > 3 + 5 * expected.sqrt()
     if far.any():
         i = int(far.nonzero()[0, 0])
-        return f"got tokens of probability {float(wanted[i]) / count:.2g} drawn {int(seen[i])} times in {count}"
+        return f"got tokens of probability {float(expected[i]) / count:.2g} drawn {int(drawn[i])} times in {count}"
     return None
 
 
