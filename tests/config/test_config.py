@@ -1,6 +1,5 @@
 """Configuration: what a gin file says is what the root receives, and every mistake is reported in a line of its own."""
 
-import os
 import pickle
 import re
 import subprocess
@@ -116,11 +115,6 @@ def source_text(value: Any) -> str:
     return repr(value)
 
 
-def test_a_dictionary_keeps_its_order_through_the_dump() -> None:
-    config = load_text(RUN, 'fm.root.extra={"z": @fm.plain, "a": @fm.shift}')
-    assert list(load_text(config.text).kwargs()["extra"]) == ["z", "a"]
-
-
 def test_references_become_plain_functions_and_partials() -> None:
     kwargs = load_text(RUN).kwargs()
     assert kwargs["advantage"] is fm.plain
@@ -151,12 +145,6 @@ def leaves(value: Any) -> list[Any]:
         case list() | tuple():
             return [value, *(leaf for item in value for leaf in leaves(item))]
     return [value, *(leaves(value.__wrapped__) if hasattr(value, "__wrapped__") else [])]
-
-
-@given(st.integers(), st.integers(), st.integers())
-def test_a_frozen_function_equals_calling_by_hand(x: int, factor: int, offset: int) -> None:
-    frozen = value_of(f"@fm.outer\nfm.outer.inner = @fm.scale\nfm.scale.factor = {factor}\nfm.scale.offset = {offset}")
-    assert frozen(x) == fm.outer(x, inner=partial(fm.scale, factor=factor, offset=offset))
 
 
 def test_a_class_takes_constructor_parameters_of_any_kind() -> None:
@@ -610,13 +598,6 @@ CIRCLE = [%CIRCLE]
     assert list(found) == sorted(found)
 
 
-@given(st.text(st.characters(codec="utf-8")) | st.integers() | st.floats(allow_nan=False, allow_infinity=False))
-def test_every_number_and_string_is_itself_in_the_table_of_knobs(value: str | float) -> None:
-    text = f"{HEADER}X = {source_text(value)}\nfm.anything.value = %X\n"
-    (found,) = load_text(text, root="fixture_module.anything").hparams.values()
-    assert (type(found), found) == (type(value), value)
-
-
 def test_every_knob_of_a_real_configuration_is_in_the_table() -> None:
     found = load_config(["run/arithmetic.gin"], ["STEPS=3"]).hparams
     assert found["train.train.steps"] == 3
@@ -665,22 +646,6 @@ def test_the_fingerprint_is_blind_to_spelling_and_sees_every_value() -> None:
 
 
 # The command line.
-
-
-def command_line(*flags: str) -> subprocess.CompletedProcess[str]:
-    """`python -m grpo_fn.run` in a fresh interpreter."""
-    root = Path(__file__).resolve().parents[2]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "tests" / "helpers"), str(root)])}
-    command = [sys.executable, "-m", "grpo_fn.run", *flags]
-    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=root, timeout=120)
-
-
-def test_a_mistake_on_the_command_line_is_one_line_and_exit_2(tmp_path: Path) -> None:
-    (tmp_path / "x.gin").write_text(f"{HEADER}fm.root.stps = 1\n")
-    done = command_line("--gin_file", str(tmp_path / "x.gin"))
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {tmp_path}/x.gin:3: fm.root: got a binding for stps")
-    assert done.stderr.count("\n") == 1
 
 
 def test_help_and_reading_need_no_torch() -> None:

@@ -13,11 +13,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo_fn import run
+from grpo_fn.config import load_config
 from grpo_fn.shell.checkpoint import store as checkpoint
+from grpo_fn.trainer.checks.validate import validate
+from grpo_fn.trainer.sections import Settings
 
 torch.set_num_threads(1)
 SERVER = multiprocessing.get_context("forkserver")
@@ -45,6 +49,14 @@ def command(cache: Path, run_dir: Path | None, *flags: str, **changes: Any) -> l
     where = [] if run_dir is None else ["--run_dir", str(run_dir)]
     params = [part for name, value in bindings.items() for part in ("--gin_param", f"{name}={value}")]
     return ["--gin_file", "run/arithmetic.gin", "--gin_file", str(SMALL), *params, *where, *flags]
+
+
+def refusal(argv: Sequence[str]) -> str:
+    """What such a command is refused with before a run folder or a model is made, in this process."""
+    args = run.flags().parse_args(argv)
+    with pytest.raises((ValueError, OSError)) as caught:
+        validate(Settings(**load_config(args.gin_file, args.gin_param).kwargs()))
+    return str(caught.value)
 
 
 def start(argv: Sequence[str], out: Path, doom: Callable[[], None] | None = None) -> BaseProcess:

@@ -1,7 +1,6 @@
 """Runs whose problems follow pass rates: killed anywhere, on any number of ranks and taken again, they ask the same."""
 
 import json
-import re
 import shutil
 import signal
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from e2e.faults import job
-from e2e.running import SMALL, AtPhase, command, finish, metrics, outcome
+from e2e.running import SMALL, AtPhase, command, finish, metrics, outcome, refusal
 from e2e.test_ranks import same_run
 
 from grpo_fn import replay
@@ -147,7 +146,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused_before_a_model_is_made(cache: Path, tmp_path: Path, name: str) -> None:
+def test_what_does_not_fit_is_refused_before_a_model_is_made(cache: Path, name: str) -> None:
     changes, message = REFUSED[name]
     if name == "ahead":
         changes = {
@@ -155,9 +154,7 @@ def test_what_does_not_fit_is_refused_before_a_model_is_made(cache: Path, tmp_pa
             "step__Algorithm__old_logp": "@step.from_trainer",
             "objective__policy_objective__importance_correction": "@corrections.truncated_weight",
         }
-    assert finish(arguments(cache, tmp_path / "run", **changes), tmp_path / "out") == 2
-    assert re.search(re.escape(message), (tmp_path / "out").read_text()), (tmp_path / "out").read_text()
-    assert not (tmp_path / "run").exists()
+    assert message in refusal(arguments(cache, None, **changes))
 
 
 def test_the_state_of_another_curriculum_is_refused_when_a_run_goes_on(cache: Path, pool: Path, tmp_path: Path) -> None:
