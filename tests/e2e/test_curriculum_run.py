@@ -131,17 +131,16 @@ def test_the_number_of_ranks_does_not_matter(cache: Path, pool: Path, tmp_path: 
 
 REFUSED = {
     "without arms": ({"sections__Data__task": "@arithmetic.task"}, "got a task without arms to choose among"),
-    "unmade": ({"train__train__curriculum": "@curricula.pool_in_band"}, "(bound without ()?), wanted None or a"),
     "no part": (
         {
-            "pass_rate_pool__pool_in_band__pass_rate": "@curricula.part_at_least",
+            "curricula__pool_in_band__pass_rate": "@curricula.part_at_least",
             "curricula__part_at_least__part": '"right"',
             "curricula__part_at_least__threshold": 1.0,
         },
         "part: got 'right', wanted one of named",
     ),
     "ahead": ({"sections__Sampling__max_staleness": 1}, "got one with sections.Sampling.max_staleness 1"),
-    "band": ({"pass_rate_pool__pool_in_band__low": 0.9}, "got low 0.9, high 0.8"),
+    "band": ({"curricula__pool_in_band__low": 0.9}, "got low 0.9, high 0.8"),
 }
 
 
@@ -155,6 +154,13 @@ def test_what_does_not_fit_is_refused_before_a_model_is_made(cache: Path, name: 
             "objective__policy_objective__importance_correction": "@corrections.truncated_weight",
         }
     assert message in refusal(arguments(cache, None, **changes))
+
+
+def test_a_curriculum_that_is_not_made_is_refused_before_a_model_is(cache: Path, tmp_path: Path) -> None:
+    argv = arguments(cache, tmp_path / "run", train__train__curriculum="@curricula.pool_in_band")
+    assert finish(argv, tmp_path / "out") == 2
+    assert "(bound without ()?), wanted None or a Curriculum" in (tmp_path / "out").read_text()
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_state_of_another_curriculum_is_refused_when_a_run_goes_on(cache: Path, pool: Path, tmp_path: Path) -> None:
