@@ -1,4 +1,4 @@
-"""The counterfactual lens: what every preset would have made of one stored step, and which rollouts moved the weights.
+"""The counterfactual lens: what every preset would have made of one stored step.
 
 python -m grpo_fn.lab.lens RUN --step 20                 seen with the run's newest weights
 python -m grpo_fn.lab.lens RUN --step 20 --policy NAME   with others: a model folder, or a checkpoint
@@ -28,9 +28,8 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="a step whose rollout is stored")
     parser.add_argument("--policy", metavar="NAME", help="weights to look with (default: the run's newest)")
-    parser.add_argument("--on_policy", action="store_true", help="look with the stored log-probs; no row gradients")
+    parser.add_argument("--on_policy", action="store_true", help="look with the stored log-probs")
     parser.add_argument("--reference", metavar="NAME", help="reference model (default: none, every KL is to logp_old)")
-    parser.add_argument("--parameters", metavar="REGEX", help="of the row gradients (default: the last layer's)")
     parser.add_argument("--token_report", type=Path, metavar="FILE", help="the run's own signal, token by token")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default RUN/lens/step_N.html")
     return parser
@@ -55,7 +54,6 @@ def show(args: argparse.Namespace) -> int:
         policy=args.policy or str(args.run),
         on_policy=args.on_policy,
         reference=args.reference,
-        parameters=args.parameters,
     )
     print(*presets.figure_lines(seen), sep="\n")
     title, pages = (

@@ -1,10 +1,9 @@
-"""What every preset would have made of a stored step: learning signals side by side, and whose rows moved the weights.
+"""What every preset would have made of a stored step: their learning signals side by side.
 
 A view is one algorithm's opinion of a step: its objective, with the batch and the totals that its own credit, filters
 and marks make of the same rollout. All views look at the same rows, `[B, T]`, and the same scores.
 """
 
-import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,11 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from markupsafe import Markup
 from torch import Tensor, nn
 from torch.func import grad, vmap
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.algo.credit import ScoredStep, token_advantages
@@ -36,9 +34,8 @@ from grpo_fn.trainer.checks.validate import check_parts
 from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, locate
 from grpo_fn.trainer.prepare import SAMPLING
 
-LARGEST = 2**29  # entries of the table of row gradients
 MICRO_TOKENS = 4096  # padded tokens in one forward pass: the logits are dense here
-SHOWN = 6  # rollouts on the page, of those that moved the weights most and least and of those that views disagree on
+SHOWN = 6  # rollouts on the page, those that the presets disagree on most
 MINE = "this run"
 
 
@@ -115,77 +112,7 @@ def of_norm_one(signal: Float[Tensor, "K B T"]) -> Float[Tensor, "K B T"]:
     return (flat / torch.where(norm > 0, norm, 1.0)).reshape(signal.shape)
 
 
-# -- whose rows weigh in a step
-
-
-def row_gradients(
-    logp: Callable[[Mapping[str, Tensor], Tensor, Tensor], Float[Tensor, "T"]],
-    params: Mapping[str, Tensor],
-    batch: Batch,
-    signal: Float[Tensor, "B T"],
-) -> Float[Tensor, "B D"]:
-    """The gradient that each row alone sends to `params`, flattened: vmap of grad over rows. They add up to the step's.
-
-        g_b = grad_theta sum_t signal_bt logp_bt(theta)
-
-    `logp(params, tokens [T], mask [T])` is the log-prob of one row, 0 where ~mask.
-    """
-
-    def pulled(params: Mapping[str, Tensor], tokens: Tensor, mask: Tensor, signal: Tensor) -> Tensor:
-        return (logp(params, tokens, mask) * signal).sum()
-
-    grads = vmap(grad(pulled), in_dims=(None, 0, 0, 0))(dict(params), batch.tokens, batch.mask, signal)
-    return torch.cat([g.flatten(1) for g in grads.values()], dim=1)
-
-
-def influence(gradients: Float[Tensor, "B D"]) -> Float[Tensor, "B"]:
-    """g_b . G / |G|^2 with G = sum_b g_b: each row's share of the step along its direction. They add up to 1.
-
-    Negative rows were outvoted. All zero when the step goes nowhere.
-    """
-    g = gradients.double()
-    whole = g.sum(0)
-    size = whole @ whole
-    return g @ whole / size if size > 0 else torch.zeros(len(g), dtype=g.dtype)
-
-
-class Noise(NamedTuple):
-    """How much a step's direction would change with other prompts."""
-
-    variance: float  # tr Sigma, of the gradient that one group estimates
-    signal: float  # |G|^2, unbiased; can come out negative when noise drowns it
-    scale: float  # tr Sigma / |G|^2, in groups; inf when the signal is not above 0
-
-
-def noise_scale(gradients: Float[Tensor, "B D"], group: Int[Tensor, "B"]) -> Noise:
-    """The simple gradient noise scale B = tr Sigma / |G|^2 (McCandlish et al. 2018, arXiv:1812.06162, eq. 2.9).
-
-    In groups: the number of prompts at which noise and signal of a step are equally large. Rows of a group share a
-    baseline and are no independent samples, so groups are what is counted. With n groups of summed gradients h_p,
-    each n h_p estimates G; both figures are the unbiased ones. Raises ValueError for fewer than two groups.
-    """
-    sums = torch.zeros(int(group.max()) + 1, gradients.shape[1], dtype=torch.float64)
-    sums = sums.index_add(0, group, gradients.double())
-    n = len(sums)
-    if n < 2:
-        raise ValueError(f"got {n} group, wanted at least two to compare")
-    estimates = n * sums
-    mean = estimates.mean(0)
-    variance = ((estimates - mean) ** 2).sum() / (n - 1)
-    signal = mean @ mean - variance / n
-    scale = float(variance / signal) if signal > 0 else float("inf")
-    return Noise(float(variance), float(signal), scale)
-
-
 # -- a stored step under every preset
-
-
-class RowShares(NamedTuple):
-    """What each rollout did to some of the parameters."""
-
-    parameters: int
-    influence: Tensor  # [B]
-    noise: Noise
 
 
 class StepViews(NamedTuple):
@@ -197,15 +124,12 @@ class StepViews(NamedTuple):
     minibatches: int  # of the run
     names: list[str]
     signal: Tensor  # [K B T], the first one is the run's own
-    rows: RowShares | None
     tokenizer: PreTrainedTokenizerBase
     refused: Mapping[str, str]  # presets left out, and why
     weights: str  # that the scores are of; empty: the stored log-probs
 
 
-def view_step(
-    run: Path, step: int, *, policy: str, on_policy: bool, reference: str | None, parameters: str | None
-) -> StepViews:
+def view_step(run: Path, step: int, *, policy: str, on_policy: bool, reference: str | None) -> StepViews:
     """Read the step, score it, and show it to every preset. Raises ValueError for what is not there or does not fit."""
     config, groups = stored_groups(run, step)
     presets, refused = fitting_presets([config], [*groups.reward.parts])
@@ -216,7 +140,7 @@ def view_step(
     model, tokenizer = load_policy(policy)
     oracle = FunctionalPolicy(model, temperature=temperature)
     scores = Scores(logp_old, torch.zeros_like(logp_old)) if on_policy else token_scores(oracle, groups.rollout)
-    energy = token_energies(oracle, groups.rollout)
+    (energy,) = in_parts(groups.rollout, lambda tokens, mask: (oracle.energy(tokens, mask),))
     logp_ref = logp_old
     if reference is not None:
         logp_ref = token_scores(
@@ -228,9 +152,8 @@ def view_step(
         for name, algo in algorithms.items()
     }
     signal, own = signals(scores, views, UNMOVED), views[MINE]
-    rows = None if on_policy else row_shares(oracle, own.batch, signal[0], groups, parameters)
     parts, weights = algorithms[MINE].minibatches, "" if on_policy else policy
-    return StepViews(groups, scores, own, parts, [*views], signal, rows, tokenizer, refused, weights)
+    return StepViews(groups, scores, own, parts, [*views], signal, tokenizer, refused, weights)
 
 
 def stored_groups(run: Path, step: int) -> tuple[str, Groups]:
@@ -270,79 +193,28 @@ def fitting_presets(config_files: list[str], parts: list[str]) -> tuple[dict[str
 
 
 def load_policy(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """A model in float32 with plain attention, which torch.func can differentiate row by row, and its tokenizer."""
+    """A model in float32, and its tokenizer."""
     found = locate(name, warn=partial(print, file=sys.stderr))
     if found.checkpoint is not None:
         check_fits(found.checkpoint, found.source.config())
     folder = found.source.folder()
-    model = hf.load_model(folder, dtype=torch.float32, device=torch.device("cpu"), attention="eager").eval()
+    model = hf.load_model(folder, dtype=torch.float32, device=torch.device("cpu"), attention="sdpa").eval()
     if found.checkpoint is not None:
         copy_checkpoint_weights(model, found.checkpoint)
     return model, hf.load_tokenizer(folder)
 
 
-def rows_at_once(rollout: Rollout | Batch) -> int:
-    """How many rows of the rollout have MICRO_TOKENS tokens."""
-    return max(1, MICRO_TOKENS // rollout.tokens.shape[1])
+def in_parts(rollout: Rollout, score: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
+    """The score of (tokens, mask) of the rollout, some rows at a time."""
+    size = max(1, MICRO_TOKENS // rollout.tokens.shape[1])
+    with torch.no_grad():
+        parts = [score(*rows) for rows in zip(rollout.tokens.split(size), rollout.mask.split(size), strict=True)]
+    return [torch.cat(field) for field in zip(*parts, strict=True)]
 
 
-@torch.no_grad()
 def token_scores(oracle: FunctionalPolicy, rollout: Rollout) -> Scores:
-    """The scores of the rollout's tokens, some rows at a time."""
-    size = rows_at_once(rollout)
-    rows = zip(rollout.tokens.split(size), rollout.mask.split(size), strict=True)
-    parts = [oracle.scores(oracle.params, tokens, mask) for tokens, mask in rows]
-    return Scores(*(torch.cat(field) for field in zip(*parts, strict=True)))
-
-
-def token_energies(oracle: FunctionalPolicy, rollout: Rollout) -> Tensor:
-    """The energies of the rollout's tokens, some rows at a time."""
-    size = rows_at_once(rollout)
-    rows = zip(rollout.tokens.split(size), rollout.mask.split(size), strict=True)
-    return torch.cat([oracle.energy(tokens, mask) for tokens, mask in rows])
-
-
-def row_shares(
-    oracle: FunctionalPolicy, batch: Batch, signal: Tensor, groups: Groups, pattern: str | None
-) -> RowShares:
-    """Each rollout's gradient on the chosen parameters, what share of the step it is, and how noisy the step is."""
-    chosen = chosen_parameters(oracle.params, pattern or last_layer(oracle.params))
-    size = sum(p.numel() for p in chosen.values())
-    if size * len(batch.tokens) > LARGEST:
-        raise ValueError(
-            f"--parameters: got {size:,} parameters for {len(batch.tokens)} rollouts, wanted at most "
-            f"{LARGEST // len(batch.tokens):,}: name fewer, such as 'layers.0.input_layernorm'"
-        )
-
-    def logp(params: Mapping[str, Tensor], tokens: Tensor, mask: Tensor) -> Tensor:
-        whole = {**oracle.params, **params}
-        out = torch.func.functional_call(oracle.model, whole, (), {"input_ids": tokens[None], "use_cache": False})
-        logprobs = (out.logits[0, :-1].float() / oracle.temperature).log_softmax(-1)
-        taken = logprobs.gather(-1, tokens[1:, None])[:, 0]
-        return torch.where(mask, nn.functional.pad(taken, (1, 0)), 0.0)
-
-    begins, width = range(0, len(batch.tokens), rows_at_once(batch)), rows_at_once(batch)
-    parts = [tree_map_only(Tensor, lambda x, begin=begin: x[begin : begin + width], batch) for begin in begins]
-    gradients = torch.cat(
-        [row_gradients(logp, chosen, part, s) for part, s in zip(parts, signal.split(width), strict=True)]
-    )
-    prompts = len(groups.problems)
-    group = torch.arange(prompts).repeat_interleave(len(batch.tokens) // prompts)
-    return RowShares(size, influence(gradients), noise_scale(gradients, group))
-
-
-def chosen_parameters(params: Mapping[str, Tensor], pattern: str) -> dict[str, Tensor]:
-    """The parameters whose name the pattern is found in. Raises ValueError when there is none."""
-    chosen = {name: p for name, p in params.items() if re.search(pattern, name)}
-    if not chosen:
-        raise ValueError(f"--parameters: got {pattern!r}, wanted part of a name such as {next(iter(params))}")
-    return chosen
-
-
-def last_layer(params: Mapping[str, Tensor]) -> str:
-    """A pattern for the parameters of the last transformer block."""
-    blocks = [int(found[1]) for name in params if (found := re.search(r"\.(\d+)\.", name))]
-    return rf"\.{max(blocks)}\." if blocks else "."
+    """The scores of the rollout's tokens."""
+    return Scores(*in_parts(rollout, partial(oracle.scores, oracle.params)))
 
 
 # -- what is shown
@@ -356,17 +228,7 @@ def figure_lines(seen: StepViews) -> list[str]:
     lines += [
         f"{n:{width}}  {float(m):12.3f}  {float(c):.3f}" for n, m, c in zip(seen.names, share, cosine[0], strict=True)
     ]
-    lines += [f"{name}: left out, {why}" for name, why in seen.refused.items()]
-    if seen.rows is None:
-        return lines
-    top = seen.rows.influence.argsort(descending=True)[:5].tolist()
-    rows = [f"row {b}: {float(seen.rows.influence[b]):+.3f} of the step, reward {row_reward(seen, b):.2f}" for b in top]
-    return [*lines, f"{noise_text(seen.rows.noise)} on {seen.rows.parameters:,} parameters", *rows]
-
-
-def noise_text(noise: Noise) -> str:
-    """The noise of a step in words."""
-    return f"gradient noise scale {noise.scale:.3g} groups (tr Sigma {noise.variance:.3g}, |G|^2 {noise.signal:.3g})"
+    return lines + [f"{name}: left out, {why}" for name, why in seen.refused.items()]
 
 
 def row_reward(seen: StepViews, b: int) -> float:
@@ -375,7 +237,7 @@ def row_reward(seen: StepViews, b: int) -> float:
 
 
 def lens_page(seen: StepViews, title: str) -> str:
-    """The figures, the rows that moved the weights, and the tokens on which the presets disagree."""
+    """The figures, and the tokens on which the presets disagree."""
     sections = [
         html_section(
             "Do they point the same way?",
@@ -389,7 +251,6 @@ def lens_page(seen: StepViews, title: str) -> str:
             "take away." + "".join(f" {name} is left out: {why}." for name, why in seen.refused.items()),
             bars(seen.names, nonzero_share(seen.signal, seen.groups.rollout.mask).tolist(), digits=3),
         ),
-        *influence_sections(seen),
         *disagreement_sections(seen),
     ]
     return html_page(title, sections)
@@ -404,23 +265,6 @@ def own_signal_page(seen: StepViews, title: str) -> str:
     by = f"the weights of {seen.weights}" if seen.weights else "the stored log-probs"
     note = f"Sampled in that step, seen with {by}."
     return token_page.signal_page(experience, signal, figures, seen.tokenizer, title=title, note=note)
-
-
-def influence_sections(seen: StepViews) -> list[str]:
-    """Which rollouts moved the weights."""
-    if seen.rows is None:
-        return []
-    order = seen.rows.influence.argsort(descending=True).tolist()
-    ends = list(dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]]))
-    size = len(order) // len(seen.groups.problems)
-    names = [f"row {b}, prompt {b // size}, reward {row_reward(seen, b):.2f}" for b in ends]
-    note = (
-        f"Each row's share of the gradient of {MINE} along its own direction, on {seen.rows.parameters:,} parameters; "
-        f"all rows add up to 1, negative ones were outvoted. The first and the last {SHOWN}. The "
-        f"{noise_text(seen.rows.noise)}."
-    )
-    chart = bars(names, [float(seen.rows.influence[b]) for b in ends], digits=4)
-    return [html_section("Which rollouts moved the weights?", note, chart)]
 
 
 def disagreement_sections(seen: StepViews) -> list[str]:

@@ -195,7 +195,8 @@ def before(policy: FSDPPolicy, sampler: Any, carried: Carry) -> Before:
 
 def copy_state_into(held: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
     """Copy the state into tensors that are to be the same ones. Raises ValueError where they are others."""
-    shapes = [{name: (tuple(x.shape), x.dtype) for name, x in some} for some in (held.items(), locally(into).items())]
+    own = {name: local_part(x) for name, x in into.items()}
+    shapes = [{name: (tuple(x.shape), x.dtype) for name, x in part.items()} for part in (held, own)]
     odd = sorted(name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name))
     if odd:
         raise ValueError(
@@ -203,13 +204,8 @@ def copy_state_into(held: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> N
             "wanted some that leave the model, its optimizer and its place as they are"
         )
     with torch.no_grad():
-        for name, x in locally(into).items():
+        for name, x in own.items():
             x.copy_(held[name])
-
-
-def locally(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's parts."""
-    return {name: local_part(x) for name, x in tensors.items()}
 
 
 def local_part(x: Tensor) -> Tensor:
@@ -277,23 +273,19 @@ def replay(asked: ReplayRequest) -> int:
     checked = validate(settings)
     world = join_world(settings.compute.device, deadline=settings.parallelism.collective_timeout)
     story = Story()
-    instead_of = validated_override(other, world) if asked.overrides else None  # before any work
+    overridden = None
+    if asked.overrides:  # before any work: they have to fit together, and these ranks
+        changed = Settings(**other.kwargs())
+        overridden = changed, validate(changed)
+        changed.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
     with build_replay(asked, own, settings, checked, world) as run:
         repeat(run, asked=asked, lines=lines, story=story, eps=torch.finfo(checked.dtype).eps)
     code = world.agree(partial(conclude, asked, story), what="the result")
-    if instead_of is not None:
-        with build_replay(asked, other, *instead_of, world) as run:
+    if overridden is not None:
+        with build_replay(asked, other, *overridden, world) as run:
             step_with_override(run, asked=asked, story=story)
     world.leave()
     return code
-
-
-def validated_override(other: Config, world: World) -> tuple[Settings, ValidatedPlan]:
-    """The settings with the overrides, once they fit together and these ranks."""
-    settings = Settings(**other.kwargs())
-    checked = validate(settings)
-    settings.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
-    return settings, checked
 
 
 def replay_config(run_dir: Path, overrides: Sequence[str]) -> Config:
@@ -440,7 +432,7 @@ def compare_step(
     if report:
         report += explain_difference(names[0] if names else odd[0], was, now, run.tokenizer.decode)
         report += [*circumstances(was, now), *filter(None, [rounding_difference(was, now, eps)])]
-    elif was.line and (edited := edited_fields(was, now, sampled_anew=story.stored is None)):
+    elif was.line and (edited := edited_fields(was, now, run.tokenizer.decode, sampled_anew=story.stored is None)):
         report = [f"step {step}, {edited[0]}", *edited[1:5]]
     story.first, story.recorded = story.first or report, bool(was.line)
     alike = f"{', '.join(name for name in QUANTITIES if name in was.line)} as recorded"
@@ -461,11 +453,7 @@ def conclude(asked: ReplayRequest, story: Story) -> int:
 
 def speaker(world: World) -> Callable[..., None]:
     """`print` on the main rank; the others are silent."""
-    return partial(print, flush=True) if world.main else print_nothing
-
-
-def print_nothing(*_: Any, **__: Any) -> None:
-    """What the other ranks say."""
+    return partial(print, flush=True) if world.main else lambda *lines, sep=" ": None
 
 
 # -- under other knobs

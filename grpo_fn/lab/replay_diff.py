@@ -1,7 +1,9 @@
 """How a step that was taken again differs from what was recorded of it, or from itself under other knobs, in words."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from grpo_fn.algo.metrics import sample_advantages
 from grpo_fn.algo.step import Experience
 from grpo_fn.core import checksums
 from grpo_fn.core.checksums import QUANTITIES, differing_quantities
-from grpo_fn.core.types import Groups, Reward, Rollout, Scores
+from grpo_fn.core.types import Groups, Scores
 from grpo_fn.lab import presets
 from grpo_fn.shell.atomic_io import to_json
 from grpo_fn.shell.logging.rollout_store import rollout_rows
@@ -23,6 +25,12 @@ Decode = Callable[[list[int]], str]
 CIRCUMSTANCES = ("ranks", "device", "torch")
 MACHINE = ("time/", "system/", "generation/tokens_per_second", "generation/wait_seconds")  # no two runs have the same
 NOT_REPEATED = (*MACHINE, "eval/")  # figures that a step does not make
+FIELDS = {  # of a stored row, by the quantity that they are of
+    "tokens": ("tokens", "mask", "truncated"),
+    "rewards": ("reward", "valid", "parts"),
+    "advantages": ("advantage",),
+    "logp_old": ("logp_sampled",),
+}
 MOST_ROUNDING = 0.02  # relative difference that is called rounding in any precision
 
 
@@ -68,7 +76,7 @@ def tampered_fields(was: RecordedStep) -> list[str]:
     ]
 
 
-def edited_fields(was: RecordedStep, now: ReplayedStep, *, sampled_anew: bool) -> list[str]:
+def edited_fields(was: RecordedStep, now: ReplayedStep, decode: Decode, *, sampled_anew: bool) -> list[str]:
     """What was changed in the record of a step that came out the same by its digests.
 
     That is: the quantities missing in digests.jsonl; the first row and field of the stored rollout that differ; the
@@ -79,39 +87,56 @@ def edited_fields(was: RecordedStep, now: ReplayedStep, *, sampled_anew: bool) -
     if missing := [name for name in wanted if name not in was.line]:
         found.append(f"its line in digests.jsonl: got no {', '.join(missing)}, wanted {', '.join(wanted)}")
     if was.stored is not None:
-        found += edited_row(was.stored, now)
+        found += filter(None, [stored_difference(was.stored, now, decode)])
     if sampled_anew and not circumstances(was, now):
         pairs = differing_figures(was.figures, now.figures).items()
         found += [f"{name} in metrics.jsonl: {of:.9g} recorded, {here:.9g} now" for name, (of, here) in pairs]
     return found
 
 
-def edited_row(stored: StoredRollout, now: ReplayedStep) -> list[str]:
-    """The first row and field of the stored rollout that are others than the step's."""
+def stored_difference(stored: StoredRollout, now: ReplayedStep, decode: Decode, names: Sequence[str] = ()) -> str:
+    """The first row of the stored rollout that is not the step's, its first field, of `names` if any, and both values.
+
+    Empty where there is none.
+    """
     problems, rollout, reward = tree_map_only(Tensor, Tensor.cpu, now.seen.groups)
     adv = sample_advantages(now.seen.adv, now.seen.groups).cpu()
     size = len(rollout.text) // len(problems)
     if len(stored.rows) != len(rollout.text):
-        return [f"rows in rollouts/: {len(stored.rows)} stored, {len(rollout.text)} now"]
-    for b, here in enumerate(rollout_rows(problems, size, rollout, reward, adv)):
-        for name, value in json.loads(to_json(here)).items():
-            if (of := stored.rows[b].get(name)) != value:
-                return [f"{row_label(stored.groups, b)}, {name} in rollouts/: {short(of)} stored, {short(value)} now"]
-    return []
+        return f"rows in rollouts/: {len(stored.rows)} recorded, {len(rollout.text)} now"
+    for b, (recorded, row) in enumerate(
+        zip(stored.rows, rollout_rows(problems, size, rollout, reward, adv), strict=True)
+    ):
+        here = json.loads(to_json(row))
+        for name in names or here:
+            if recorded.get(name) != here[name]:
+                where = f"row {b} (problem {recorded['uid']}, sample {b % size})"
+                return f"{where}, {field_difference(name, recorded.get(name), here[name], decode)}"
+    return ""
 
 
-def short(value: object) -> str:
-    """A stored value in at most 80 characters."""
-    text = repr(value)
+def field_difference(name: str, of: object, here: object, decode: Decode) -> str:
+    """A field of a row with both values; of lists the first place where they differ."""
+    shown = partial(short_text, decode=decode if name == "tokens" else None)
+    if isinstance(of, list) and isinstance(here, list):
+        i = next(i for i, (a, b) in enumerate(zip_longest(of, here)) if a != b)
+        name = f"{name}[{i}]"
+        of, here = (values[i] if i < len(values) else None for values in (of, here))
+    return f"{name} in rollouts/: {shown(of)} recorded, {shown(here)} now"
+
+
+def short_text(value: object, *, decode: Decode | None) -> str:
+    """A stored value in at most 80 characters; a token with its text."""
+    text = repr(value) if decode is None or not isinstance(value, int) else f"{value} {decode([value])!r}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def explain_difference(name: str, was: RecordedStep, now: ReplayedStep, decode: Decode) -> list[str]:
     """Where the quantity first differs, with both values, as far as that is stored; then the figures that differ."""
     differences = []
-    if name in PLACES and was.stored is None:
+    if name in FIELDS and was.stored is None:
         differences.append("the rollout of this step is not stored, so it is not known where")
-    elif name in PLACES and (place := PLACES[name](was, now, decode)):
+    elif name in FIELDS and (place := stored_difference(was.stored, now, decode, FIELDS[name])):
         differences.append(place)
     found = differing_figures(was.figures, now.figures)
     listed = [f"{key} {of:.9g} recorded, {here:.9g} now" for key, (of, here) in found.items()]
@@ -162,103 +187,10 @@ def differing_figures(was: Mapping[str, float | None], now: Mapping[str, float])
     return {name: (of, here) for name, (of, here) in both.items() if of is not None and of != here}
 
 
-# -- where
-
-
-def other_token(was: RecordedStep, now: ReplayedStep, decode: Decode) -> str:
-    """The first row and token that differ."""
-    groups, rollout = was.stored.groups, now.seen.groups.rollout
-    recorded, found = rows_of(groups.rollout), rows_of(rollout)
-    for b, (of, here) in enumerate(zip(recorded, found, strict=False)):
-        for t in range(max(len(of), len(here))):
-            one, other = (row[t] if t < len(row) else None for row in (of, here))
-            if one != other:
-                start = int(groups.rollout.mask[b].int().argmax())
-                part = f"prompt token {t}" if t < start else f"sampled token {t - start}"
-                before, after = token_label(one, other, decode), token_label(other, one, decode)
-                return f"{row_label(groups, b)}, {part}: {before} recorded, {after} now"
-        if bool(groups.rollout.truncated[b]) != bool(rollout.truncated[b]):
-            of, here = bool(groups.rollout.truncated[b]), bool(rollout.truncated[b])
-            return f"{row_label(groups, b)}, truncated: {of} recorded, {here} now"
-    return f"rows: {len(recorded)} recorded, {len(found)} now" if len(recorded) != len(found) else ""
-
-
-def rows_of(rollout: Rollout) -> list[list[tuple[int, bool]]]:
-    """Every row up to its last sampled token, each token with whether it was sampled."""
-    pairs = zip(rollout.tokens.tolist(), rollout.mask.tolist(), strict=True)
-    rows = [list(zip(tokens, mask, strict=True)) for tokens, mask in pairs]
-    return [row[: max((t + 1 for t, (_, sampled) in enumerate(row) if sampled), default=0)] for row in rows]
-
-
-def token_label(token: tuple[int, bool] | None, beside: tuple[int, bool] | None, decode: Decode) -> str:
-    """A token as a person would read it; whether it was sampled, if the one beside it differs in that alone."""
-    if token is None:
-        return "nothing"
-    number, sampled = token
-    how = "" if beside is None or sampled == beside[1] else ", sampled" if sampled else ", not sampled"
-    return f"{number} {decode([number])!r}{how}"
-
-
-def row_label(groups: Groups, b: int) -> str:
-    """Row b = p * G + g by its problem."""
-    size = len(groups.rollout.text) // len(groups.problems)
-    return f"row {b} (problem {groups.problems[b // size].uid}, sample {b % size})"
-
-
-def other_reward(was: RecordedStep, now: ReplayedStep, decode: Decode) -> str:
-    """The first row whose reward, validity or part differs."""
-    groups, reward = was.stored.groups, now.seen.groups.reward
-    of, here = reward_columns(groups.reward), reward_columns(reward)
-    for name in of:
-        if name not in here or of[name].shape != here[name].shape:
-            return f"{name}: got other rewards than recorded"
-        odd = (of[name] != here[name]).nonzero()
-        if len(odd):
-            b = int(odd[0])
-            return f"{row_label(groups, b)}, {name}: {of[name][b].item():g} recorded, {here[name][b].item():g} now"
-    return ""
-
-
-def reward_columns(reward: Reward) -> dict[str, Tensor]:
-    """Everything in a reward, row by row."""
-    named = {"reward": reward.value, "valid": reward.valid.int(), **{f"part {k}": x for k, x in reward.parts.items()}}
-    return {name: x.flatten().cpu() for name, x in named.items()}
-
-
-def other_advantage(was: RecordedStep, now: ReplayedStep, decode: Decode) -> str:
-    """The first row whose first sampled token has another advantage."""
-    seen = now.seen
-    here = sample_advantages(seen.adv, seen.groups).flatten().tolist()
-    for b, (row, value) in enumerate(zip(was.stored.rows, here, strict=False)):
-        if (of := row["advantage"]) not in (None, value):
-            return f"{row_label(was.stored.groups, b)}: advantage {of:g} recorded, {value:g} now"
-    return ""
-
-
-def other_logp(was: RecordedStep, now: ReplayedStep, decode: Decode) -> str:
-    """The first sampled token whose old log-prob differs, where those are the sampler's, which are stored."""
-    groups, mask = was.stored.groups, now.seen.groups.rollout.mask.cpu()
-    if not recorded_logp(was) or was.line["tokens"] != now.line["tokens"]:
-        return ""
-    of, here = groups.rollout.logp_sampled[groups.rollout.mask], now.seen.batch.logp_old.cpu()[mask]
-    odd = (of != here).nonzero()
-    if not len(odd):
-        return ""
-    b, t = mask.nonzero()[int(odd[0])].tolist()
-    start = int(mask[b].int().argmax())
-    return (
-        f"{row_label(groups, b)}, sampled token {t - start}: {of[odd[0]].item():.9g} recorded, "
-        f"{here[odd[0]].item():.9g} now"
-    )
-
-
 def recorded_logp(was: RecordedStep) -> bool:
     """Whether the stored log-probs are those that the ratio was taken with."""
     rollout = was.stored.groups.rollout
     return was.line.get("logp_old") == checksums.hex_digest(checksums.of_sampled(rollout.logp_sampled, rollout.mask))
-
-
-PLACES = {"tokens": other_token, "rewards": other_reward, "advantages": other_advantage, "logp_old": other_logp}
 
 
 # -- beside other knobs

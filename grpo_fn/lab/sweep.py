@@ -6,13 +6,12 @@ python -m grpo_fn.lab.sweep --report --out DIR
 Every point of the grid is a trial; with --random, every point for each of --trials draws. A trial is a run folder,
 DIR/trials/NAME, made by `python -m grpo_fn.run`. The same command again keeps those that are done, goes on with those
 that were interrupted and tries those that failed once more. DIR/table.md and table.csv have a line a setting over its
-seeds (SEED, train.train.seed), best first; DIR/trials.csv one a trial; DIR/tensorboard fills TensorBoard's HPARAMS tab.
+seeds (SEED, train.train.seed), best first; DIR/trials.csv one a trial.
 
 Exit codes: 0 all done, 1 some trial failed, 2 bad input, 75 stopped by SIGTERM or SIGINT, passed to every trial.
 """
 
 import argparse
-import ast
 import csv
 import hashlib
 import io
@@ -21,7 +20,6 @@ import json
 import math
 import random
 import re
-import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -228,7 +226,7 @@ def open_sweep(args: argparse.Namespace, trials: Sequence[Trial]) -> list[Trial]
     return every
 
 
-# -- the tables over seeds, as text, CSV and TensorBoard's HPARAMS tab
+# -- the tables over seeds, as text and CSV
 
 
 class TrialOutcome(NamedTuple):
@@ -286,7 +284,7 @@ def settings_by_score(outcomes: Sequence[TrialOutcome], lowest: bool) -> list[Se
 
 
 def sweep_report(out: Path, outcomes: Sequence[TrialOutcome], metric: str, lowest: bool) -> str:
-    """Write the tables and what TensorBoard shows; returns what a terminal shows."""
+    """Write the tables; returns what a terminal shows."""
     settings = settings_by_score(outcomes, lowest)
     rows = [{**setting_cells(one), **against_best(settings[0], one)} for one in settings]
     each = [{"trial": one.trial.name, **one.trial.values, "state": one.state, metric: one.value} for one in outcomes]
@@ -299,7 +297,6 @@ def sweep_report(out: Path, outcomes: Sequence[TrialOutcome], metric: str, lowes
     write_bytes(out / "table.md", f"{texts[0]}\n".encode())
     write_bytes(out / "table.csv", comma_separated(rows).encode())
     write_bytes(out / "trials.csv", comma_separated(each).encode())
-    write_hparams(out / "tensorboard", outcomes, metric)
     return texts[1]
 
 
@@ -338,29 +335,6 @@ def comma_separated(rows: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def write_hparams(board: Path, outcomes: Sequence[TrialOutcome], metric: str) -> None:
-    """One entry a finished trial in TensorBoard's HPARAMS tab; what an earlier report wrote there goes."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    shutil.rmtree(board, ignore_errors=True)
-    done = [one for one in outcomes if one.state == "done"]
-    if not done:
-        return
-    with SummaryWriter(str(board)) as writer:
-        for one in done:
-            values = {name: literal_value(text) for name, text in one.trial.values.items()}
-            writer.add_hparams(values, {f"final/{metric}": one.value}, run_name=one.trial.name)
-
-
-def literal_value(text: str) -> int | float | str | bool:
-    """A number or a truth value where the text is one."""
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return value if isinstance(value, bool | int | float | str) else text
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from docs.pages import ROOT
 from e2e.running import SMALL as SMALL_RUN
 
 # What the pages call a run folder that is there, a folder or file to be written, a model that the reader has.
-RUNS = ("RUN", "D", "A", "B", "runs/x", "runs/seed_0", "runs/seed_1", "DIR/tensorboard", "DIR/trials")
+RUNS = ("RUN", "D", "A", "B", "runs/x", "runs/seed_0", "runs/seed_1", "DIR/trials")
 NEW = ("D", "DIR", "OUT")
 HUB = re.compile(r"[A-Z]\w*/[\w.-]+")  # a name of the model hub
 # Words that stand for others wherever they are an argument.

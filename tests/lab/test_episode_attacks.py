@@ -11,8 +11,8 @@ from grpo_fn import sandbox
 from grpo_fn.core.environment import Environment, Message, Start, Step
 from grpo_fn.core.problem import Problem
 from grpo_fn.environments import calculator, guess, retry_program, tool_use
-from grpo_fn.lab.attacks import ATTACKS
-from grpo_fn.lab.redteam_targets import EPISODE_ATTACKS, Seen, play_scripts
+from grpo_fn.lab.attacks import ATTACKS, EPISODE_ATTACKS, Seen
+from grpo_fn.lab.redteam import play_scripts
 from grpo_fn.rewards.math import correct
 from grpo_fn.shell.episodes import tool_calls
 from grpo_fn.shell.episodes.answers import EnvironmentCall, decode_answer

@@ -19,7 +19,6 @@ from grpo_fn.algo.step import AT_THE_START, Algorithm, grpo_step
 from grpo_fn.core import prng
 from grpo_fn.core.types import Gains, Scores
 from grpo_fn.lab import presets
-from grpo_fn.lab.presets import influence, noise_scale, row_gradients
 from grpo_fn.rewards.combine import combine, score_serially
 
 UNMOVED = Gains(kl=1.0, entropy=1.0)
@@ -144,48 +143,3 @@ def test_moved_is_a_share_of_the_sampled_tokens():
     mask = torch.tensor([[False, True, True], [False, True, False]])
     signal = torch.tensor([[[9.0, 1.0, 0.0], [0.0, 2.0, 0.0]], [[0.0, 0.0, 0.0], [0.0, 0.0, 5.0]]])
     assert presets.nonzero_share(signal, mask).tolist() == [pytest.approx(2 / 3), 0.0]
-
-
-# -- rows
-
-
-def test_the_gradients_of_rows_add_up_to_the_steps():
-    policy, seen = one_step(OTHERS["clipped"])
-    batch = seen.batch
-
-    def logp(params, tokens, mask):
-        return table_scores(params["table"], tokens, mask).logp
-
-    old, ref = batch.logp_old, batch.logp_ref
-    view = presets.view(OTHERS["clipped"], seen.groups, old, ref, old, None, UNMOVED, KEY, steps=0)
-    scores = table_scores(TABLE.double(), batch.tokens, batch.mask)
-    (signal,) = presets.signals(scores, {"": view}, UNMOVED)
-    rows = row_gradients(logp, {"table": TABLE.double()}, batch, signal)
-    assert rows.shape == (12, WORDS)
-    torch.testing.assert_close(rows.sum(0), policy.steps[0], rtol=1e-9, atol=1e-12)
-
-
-@given(st.integers(1, 6).flatmap(lambda b: tensors((b, 3), st.floats(-3, 3))))
-def test_shares_add_up_to_one(gradients):
-    shares = influence(gradients)
-    size = gradients.sum(0).square().sum()
-    assert float(shares.sum()) == pytest.approx(1.0 if size > 0 else 0.0, abs=1e-6)
-
-
-def test_noise_and_signal_are_unbiased():
-    """Over all pairs of prompts drawn from four, whose gradients are known: the estimates' means are the true ones."""
-    drawn = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 1.0], [-1.0, 1.0]], dtype=torch.float64)
-    mean = drawn.mean(0)
-    variance = ((drawn - mean) ** 2).sum(-1).mean()
-    estimates = [
-        noise_scale(drawn[[i, i, j]] / torch.tensor([[4.0], [4.0], [2.0]]), torch.tensor([0, 0, 1]))
-        for i in range(4)
-        for j in range(4)
-    ]
-    assert sum(e.variance for e in estimates) / 16 == pytest.approx(float(variance))
-    assert sum(e.signal for e in estimates) / 16 == pytest.approx(float(mean @ mean))
-
-
-def test_one_group_has_no_noise_to_speak_of():
-    with pytest.raises(ValueError, match="got 1 group, wanted at least two"):
-        noise_scale(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))

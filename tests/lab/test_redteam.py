@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.lab.attacks import ATTACKS
-from grpo_fn.lab.redteam import TASKS, attack_named, attack_problems, report_attack
-from grpo_fn.lab.redteam_targets import EPISODE_ATTACKS
+from grpo_fn.lab.attacks import ATTACKS, EPISODE_ATTACKS
+from grpo_fn.lab.redteam import TASKS, attack_named, attack_target, report_attack, text_target
 from grpo_fn.redteam import main
 from grpo_fn.rewards.math import correct
 
@@ -23,7 +22,7 @@ def judged(problems, texts):
 
 
 def test_a_sound_judge_pays_nothing_but_the_sum_that_the_prompt_states():
-    campaign = attack_problems(PROBLEMS, judged, pulls=10)
+    campaign = attack_target(PROBLEMS, text_target(judged), pulls=10)
     scores = {found.which.attack: found.score for found in campaign.found}
     assert scores.keys() == ATTACKS.keys()
     assert scores.pop("prompt_echo") == 1.0  # the numbers of these prompts, added
@@ -35,7 +34,7 @@ def test_a_judge_of_containment_is_found_out_with_the_text():
     def contains(problems, texts):
         return [float(str(int(p.answer) - 1000) in text) for p, text in zip(problems, texts, strict=True)]
 
-    best = attack_problems(PROBLEMS, contains, pulls=10).found[0]
+    best = attack_target(PROBLEMS, text_target(contains), pulls=10).found[0]
     assert best.score == 1.0
     assert "41" in best.text
 
@@ -43,12 +42,16 @@ def test_a_judge_of_containment_is_found_out_with_the_text():
 def test_what_is_reported_is_measured_on_problems_that_the_search_has_not_seen():
     """A reward that pays on every other one alone promises the search much and gets nothing."""
     seen = {problem.uid for problem in PROBLEMS[::2]}
-    campaign = attack_problems(PROBLEMS, lambda problems, _: [float(p.uid in seen) for p in problems], pulls=10)
+    campaign = attack_target(
+        PROBLEMS, text_target(lambda problems, _: [float(p.uid in seen) for p in problems]), pulls=10
+    )
     assert {found.score for found in campaign.found} == {0.0}
 
 
 def test_the_same_rewards_give_the_same_campaign():
-    assert attack_problems(PROBLEMS, judged, pulls=15) == attack_problems(PROBLEMS, judged, pulls=15)
+    assert attack_target(PROBLEMS, text_target(judged), pulls=15) == attack_target(
+        PROBLEMS, text_target(judged), pulls=15
+    )
 
 
 def test_one_part_that_dominates_is_found_out():

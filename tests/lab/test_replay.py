@@ -252,7 +252,9 @@ def test_another_seed(copied: Path, replayed: Replayed) -> None:
     assert code == 1
     first = said.partition("first difference: ")[2]
     assert first.startswith("step 5, tokens: ")
-    assert re.search(r"row 0 \(problem 16, sample 0\), prompt token \d+: \d+ '.*' recorded, \d+ '.*' now", first), first
+    assert re.search(
+        r"row 0 \(problem 16, sample 0\), tokens\[\d+\] in rollouts/: \d+ '.*' recorded, \d+ '.*' now", first
+    ), first
     assert "rounding" not in said
 
 
@@ -270,7 +272,9 @@ def test_other_tokens_are_named_with_both(copied: Path, whole: Path, replayed: R
     assert code == 1, "the rollout that lies there is not the recorded one"
     assert f"step 5: {ALL} as recorded" in said
     assert "first difference: step 5, tokens: the rollout in" in said
-    assert re.search(rf"row 6 \(problem 17, sample 2\), sampled token 1: 300 '.*' recorded, {was} '.*' now", said), said
+    assert re.search(
+        rf"row 6 \(problem 17, sample 2\), tokens\[{place}\] in rollouts/: 300 '.*' recorded, {was} '.*' now", said
+    ), said
     code, said = replayed(copied, 5, "--use_stored_rollout")
     assert code == 1
     assert "step 5: tokens, logp_old, signal" not in said.partition("logp_old")[0], "the old log-probs are stored too"
@@ -308,7 +312,7 @@ def test_an_edited_prompt_is_named(copied: Path, replayed: Replayed) -> None:
     change_row(copied, 5, lambda rows: [row.update(prompt="1 + 1 =") for row in rows[4:8]])
     code, said = replayed(copied, 5)
     assert code == 1
-    assert "first difference: step 5, row 4 (problem 17, sample 0), prompt in rollouts/: '1 + 1 =' stored, " in said
+    assert "first difference: step 5, row 4 (problem 17, sample 0), prompt in rollouts/: '1 + 1 =' recorded, " in said
     code, said = replayed(copied, 5, "--use_stored_rollout")
     assert code == 2
     assert "wanted the stored one, '1 + 1 ='" in said
@@ -342,7 +346,7 @@ def test_another_reward_is_named_with_both(copied: Path, replayed: Replayed) -> 
     assert code == 1
     assert "first difference: step 6, rewards: the rollout in" in said
     now = rollout_store.load_rollouts(copied / "rollouts" / "step_000006.jsonl.gz")[9]["reward"]
-    assert f"row 9 (problem 22, sample 1), reward: {now:g} recorded, {now - 2:g} now" in said
+    assert f"row 9 (problem 22, sample 1), reward in rollouts/: {now} recorded, {now - 2} now" in said
     code, said = replayed(copied, 6, "--use_stored_rollout")
     assert code == 1
     assert f"step 6: {ALL} as recorded" in said, "stored completions are rewarded anew"
@@ -382,7 +386,9 @@ def test_rounding_is_called_by_its_name(copied: Path, replayed: Replayed, monkey
     assert code == 1
     assert "ranks: 8 recorded, 1 now" in said
     assert "differs by rounding: max relative difference " in said
-    assert re.search(r"row \d+ \(problem \d+, sample \d\), sampled token \d+: -\d.* recorded, -\d.* now", said), said
+    assert re.search(
+        r"row \d+ \(problem \d+, sample \d\), logp_sampled\[\d+\] in rollouts/: -\d.* recorded, -\d.* now", said
+    ), said
 
 
 # -- under other knobs

@@ -15,7 +15,6 @@ import hypothesis.strategies as st
 import pytest
 from e2e.running import SMALL, TESTS, Forked, metrics
 from hypothesis import given
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments.vmap_sweep.test_idea import (  # its tests are run here, too
     test_every_slice_is_its_separate_run as test_every_slice_is_its_separate_run,
@@ -225,10 +224,6 @@ def test_trials_run_beside_one_another_a_failure_stops_none_and_a_second_call_re
     assert "| `sections.Compute.device`" not in table
     assert "| `'cpu'` |" in table
     assert "&" not in table
-
-    events = EventAccumulator(str(out / "tensorboard" / done[0]["trial"])).Reload()
-    assert events.Scalars("final/eval/accuracy")[0].value == pytest.approx(last[0])
-    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= events.summary_metadata.keys()
 
     stamps = {row["trial"]: (out / "trials" / row["trial"] / "summary.json").stat().st_mtime_ns for row in done}
     assert tool.main(["--report", "--out", str(out), "--metric", "reward/mean", "--lowest"]) == 1
