@@ -71,7 +71,7 @@ def train(
 
     Args:
         request: the command line.
-        model: a Hugging Face folder or hub name, or something that makes one (`tiny_model.Recipe`).
+        model: a Hugging Face folder or hub name, or something that makes one (`experiments.tiny.models.TinyModel`).
         steps: of the algorithm; each samples `algorithm.prompts` problems.
         seed: of everything random.
         lora: adapters; None trains all parameters.

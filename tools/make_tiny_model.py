@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # experiments/ is no part of what is installed
+
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
@@ -23,25 +25,22 @@ def flags() -> argparse.ArgumentParser:
         "--gin_file",
         default="run/arithmetic.gin",
         metavar="FILE",
-        help="run file that holds the recipe as its MODEL (default run/arithmetic.gin)",
+        help="run file whose MODEL is the recipe (default run/arithmetic.gin)",
     )
     warm.add_argument("--gin_param", action="append", default=[], metavar="NAME=VALUE", help="binding on top of it")
     rand = parser.add_argument_group("random (--random)")
     rand.add_argument("--random", action="store_true", help="random weights; every byte is a token")
     rand.add_argument("--chat_template", action="store_true", help="give the tokenizer Qwen2's turn format")
-    for name, value, what in SIZES:
-        rand.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{what} (default {value})")
+    for name, value, meaning in SIZES:
+        rand.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{meaning} (default {value})")
     return parser
 
 
-# Heads of 32: the smallest that vLLM takes. 2048 positions hold the longest GSM8K question in bytes, and its answer.
+# 2048 positions hold the longest GSM8K question in bytes, and its answer.
 SIZES = (
     ("vocabulary", 259, "entries of the embedding, 259 or more: 256 bytes and three special tokens"),
     ("hidden", 64, "width"),
     ("layers", 2, "layers"),
-    ("heads", 2, "attention heads"),
-    ("kv_heads", 1, "key and value heads"),
-    ("intermediate", 128, "width of the MLP"),
     ("positions", 2048, "longest sequence"),
 )
 
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     try:
         if args.out.exists():
-            raise ValueError(f"--out: got {args.out}, which exists; wanted a free name")
+            raise ValueError(f"--out: got {args.out}, which exists; expected a free name")
         if args.random:
             make_random(args)
         else:
@@ -68,22 +67,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_random(args: argparse.Namespace) -> None:
     """Random weights and a byte-level tokenizer."""
-    from grpo_fn.shell.model import tiny_model
+    from experiments.tiny import models
 
-    shape = tiny_model.Shape(**{name: getattr(args, name) for name, _, _ in SIZES})
-    tiny_model.make_random(shape, args.out, seed=args.seed, chat=args.chat_template)
+    chosen = {name: getattr(args, name) for name, _, _ in SIZES}
+    # Two heads: of 32 at the default width, the smallest that vLLM takes.
+    sizes = models.Sizes(**chosen, heads=2, kv_heads=1, intermediate=2 * args.hidden)
+    models.make_random(sizes, args.out, seed=args.seed, chat=args.chat_template)
 
 
 def make_warm(args: argparse.Namespace) -> None:
     """The run file's recipe: made, or taken from its cache."""
     if args.chat_template:
-        raise ValueError("--chat_template: got it without --random, wanted both or neither")
+        raise ValueError("--chat_template: got it without --random, expected both or neither")
+    from experiments.tiny.models import TinyModel
     from grpo_fn.config import load_config
-    from grpo_fn.shell.model.tiny_model import Recipe
 
     recipe = load_config([args.gin_file], [*args.gin_param, f"SEED={args.seed}"]).kwargs()["model"]
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"--gin_file: got {args.gin_file} with the model {recipe!r}, wanted a recipe of a tiny model")
+    if not isinstance(recipe, TinyModel):
+        raise ValueError(f"--gin_file: got {args.gin_file} with the model {recipe!r}, expected a TinyModel")
     shutil.copytree(recipe.folder(), args.out)
 
 

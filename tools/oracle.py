@@ -10,7 +10,8 @@ both values. Metrics that are new or gone are listed, and fail under --strict al
 out. Exit code 0 when all runs agree, 1 when one differs or fails, 2 for bad input.
 
 Bits depend on torch, the processor and the threads: a FILE of another machine is refused. This file and the gin files
-in tools/oracle_runs serve every revision. All runs of one call share the tiny models that the first ones make.
+in tools/oracle_runs serve every revision that has experiments/tiny. All runs of one call share the tiny models that the
+first ones make.
 """
 
 import argparse
@@ -58,10 +59,10 @@ KL = "objective.adaptive_kl.target=0.5 objective.adaptive_kl.rate=0.1 objective.
 PAIRS = "demonstrations.jsonl"  # a file in the runs' current folder
 RUNS = {
     "arithmetic": "run/arithmetic.gin small.gin STEPS=10 step.Algorithm.prompts=8 step.Algorithm.group_size=8",
-    "calculator": f"run/calculator.gin small.gin {SIZES}",
-    "maze": f"run/maze.gin small.gin {SIZES}",
+    "calculator": f"run/calculator.gin small.gin models.TinyModel.steps=100 {SIZES}",
+    "maze": f"run/maze.gin small.gin models.TinyModel.rows=8 {SIZES}",
     "ranks": f"{WORDS} algo/grpo.gin scale/full_shard.gin scale/bf16.gin {SIZES} ranks=2",
-    "echo": f"run/calculator.gin small.gin algo/echo.gin {SIZES}",
+    "echo": f"run/calculator.gin small.gin models.TinyModel.steps=100 algo/echo.gin {SIZES}",
     "grpo": f"{WORDS} algo/grpo.gin {SIZES} step.Algorithm.minibatches=2 step.Algorithm.epochs=2",
     "dapo": f"{WORDS} algo/dapo.gin {SIZES} combine.combine.weights=[1.0,0.0]",
     "gspo": f"{WORDS} algo/gspo.gin {SIZES} {TRAINER} step.Algorithm.minibatches=2",
@@ -112,7 +113,7 @@ def code_of(revision: str | None, folder: Path) -> Iterator[Path]:
     """A folder with the code and the gin files of a revision; None copies the working tree as it is now."""
     tree = folder / "tree"
     if revision is None:
-        for part in ("grpo_fn", "gin", "tests/e2e"):
+        for part in ("grpo_fn", "gin", "experiments/tiny", "tests/e2e"):
             shutil.copytree(ROOT / part, tree / part)
         yield tree
         return

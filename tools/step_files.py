@@ -21,8 +21,8 @@ from typing import Any
 
 STEP = 2  # the first step has lazy imports and caches of its own
 # Sums of two numbers by one layer: after 40 updates some answers are right, so that no step is left out. 10 s.
-SMALL = {"STEPS": STEP, "TEST_SIZE": 8, "OPERATIONS": 1, "tiny_model.Shape.layers": 1}
-SMALL |= {"tiny_model.WarmStart.steps": 40, "tiny_model.WarmStart.rows": 16, "tiny_model.WarmStart.worked_share": 0.0}
+SMALL = {"STEPS": STEP, "TEST_SIZE": 8, "OPERATIONS": 1, "models.TinyModel.layers": 1}
+SMALL |= {"models.TinyModel.steps": 40, "models.TinyModel.rows": 16, "models.TinyModel.worked_share": 0.0}
 
 
 class StepRecorder:
@@ -55,7 +55,7 @@ def entries_of_a_step() -> tuple[Path, set[tuple[str, int, str]]]:
     package = Path(run.__file__).resolve().parent
     loop.take_step = recorder = StepRecorder(loop.take_step, package)
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        small = {**SMALL, "tiny_model.Recipe.cache": repr(f"{folder}/models")}
+        small = {**SMALL, "models.TinyModel.cache": repr(f"{folder}/models")}
         params = [word for name, value in small.items() for word in ("--gin_param", f"{name}={value}")]
         status = run.main(["--gin_file", "run/arithmetic.gin", *params, "--run_dir", f"{folder}/run"])
         if status or not recorder.entries:

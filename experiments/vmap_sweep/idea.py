@@ -26,16 +26,16 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
+from experiments.tiny.models import Sizes, random_model
 from grpo_fn.algo import losses, objective
 from grpo_fn.algo import objective as kls
 from grpo_fn.algo.step import UNMOVED
 from grpo_fn.core import prng
 from grpo_fn.core.types import Batch, Scores, Totals
 from grpo_fn.shell.model import lora
-from grpo_fn.shell.model.tiny_model import Shape, random_model
 from grpo_fn.shell.policy import optimizer
 
-SHAPE = Shape(vocabulary=352, hidden=128, layers=2, heads=4, kv_heads=4, intermediate=384, positions=128)
+CONFIG = Sizes(vocabulary=352, positions=128).config()
 WIDTH, PROMPT = 48, 24  # tokens of a row; of them the prompt's
 BETA1, BETA2, EPS = 0.9, 0.99, 1e-6  # eps: see difference
 TOLERANCE = 1e-5
@@ -64,7 +64,7 @@ class State(NamedTuple):
 
 def built(attention: str, *, adapters: bool, dtype: torch.dtype) -> nn.Module:
     """The model of gin/run/arithmetic.gin with random weights; with LoRA adapters, they alone train."""
-    model = random_model(SHAPE, seed=0, eos=SHAPE.vocabulary - 1)
+    model = random_model(CONFIG, seed=0)
     model.set_attn_implementation(attention)
     if adapters:
         lora.attach(model, lora.LoRA(rank=8, alpha=32.0, dropout=0.0, targets=lora.ALL_LINEAR))
@@ -92,7 +92,7 @@ def batches(policies: int, rows: int, dtype: torch.dtype) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     found = []
     for _ in range(policies):
-        tokens = torch.randint(0, SHAPE.vocabulary, (rows, WIDTH), generator=generator)
+        tokens = torch.randint(0, CONFIG.vocab_size, (rows, WIDTH), generator=generator)
         mask = (torch.arange(WIDTH) >= PROMPT).expand(rows, WIDTH).clone()
         old = -5.9 + 0.1 * torch.randn(rows, WIDTH, generator=generator, dtype=dtype)
         adv = torch.randn(rows, 1, generator=generator, dtype=dtype).expand(rows, WIDTH).clone()

@@ -51,6 +51,8 @@ def parse_gin(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
     gin keeps its state in the module; it is empty again when this returns or raises.
     """
     search_working_folder()
+    if (GIN_FOLDER.parent / "experiments").is_dir() and str(GIN_FOLDER.parent) not in sys.path:
+        sys.path.append(str(GIN_FOLDER.parent))  # gin files of a clone import experiments/tiny, wherever they run
     bindings, imports = Bindings(), []
     for file in gin_files:
         scan_imports(file, (), bindings, imports)
@@ -264,6 +266,10 @@ def explain_gin_error(error: Exception, with_place: bool) -> str:
         return where + problem + ("" if "; did you mean " in problem else knob_elsewhere(found[2]))
     if found := re.match(r"Couldn't resolve selector (\S+); <module '(\S+)'.*> has no attribute (\w+)", message):
         return f"{where}{found[1]}: {found[2]} has no {found[3]}{suggest_name(found[3], vars(sys.modules[found[2]]))}"
+    if re.match(r"No module named 'experiments\b", message):
+        first_line = message.strip().partition("\n")[0]
+        fix = "run in the folder of a clone, or install it from there: pip install -e ."
+        return f"{where}{first_line}: toy models and tasks are in experiments/ of a clone, and in no wheel; {fix}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     if not last.filename.startswith(("<", str(Path(gin.__file__).parent))):  # it broke inside the imported module
         first_line = message.strip().partition("\n")[0]

@@ -5,17 +5,17 @@ What is asked is one of a finite list of *contents*: a first number and some add
 held out or trained on, whatever the words, so no training draw can touch a held-out problem.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, product
-from itertools import count as count_from
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from grpo_fn.core import prng
 from grpo_fn.core.problem import COMPLETION, Problem
-from grpo_fn.tasks.task import FrozenKey, Task, block_uniforms, frozen_key, generated_task
+from grpo_fn.tasks.task import FrozenKey, Task, check_index, frozen_key, generated_task, thawed_key
 
 T = TypeVar("T")
 
@@ -31,6 +31,7 @@ QUESTIONS = ("How many {s} now?", "How many {s} are there?", "How many {s} in th
 
 _SPLIT_SEED = 20_260_117  # decides what is held out, for every run and every seed alike
 _STYLE = 1 << 32  # of the key's children: blocks of problems are numbered from 0 and never get this far
+_BLOCK = 256  # problems whose random numbers are made at once: a tensor operation per problem would dominate
 _WORDS = 6  # uniforms per problem besides one per change: content, two names, thing, start, question
 
 
@@ -120,18 +121,6 @@ def answer_only(problem: Problem) -> str:
     return rf"\boxed{{{problem.answer}}}"
 
 
-def worked_solutions(task: Task, key: Tensor, *, worked_share: float) -> Iterator[tuple[str, str]]:
-    """Endless (prompt, completion) pairs for a supervised warm start, from the training side alone.
-
-    A share of them shows the working, the others state the answer alone; all are right.
-    """
-    style = frozen_key(prng.fold_in(key, _STYLE))
-    for index in count_from():
-        problem = task.train(key, index)
-        solution = worked_solution if _draw(style, 0, index)[0] < worked_share else answer_only
-        yield problem.prompt, solution(problem)
-
-
 def demonstration_task(*, max_value: int, operations: int, test_size: int, worked_share: float) -> Task:
     """The task, each of its problems with a right solution to be answered with: those that a warm start learns.
 
@@ -154,12 +143,6 @@ def demonstration_task(*, max_value: int, operations: int, test_size: int, worke
     return whole._replace(train=partial(_demonstrated_train, whole.train, show), test=tests)
 
 
-def corpus(task: Task, key: Tensor, count: int) -> list[str]:
-    """`count` training prompts with both of their solutions, as text to train a tokenizer on."""
-    problems = (task.train(key, index) for index in range(count))
-    return [f"{problem.prompt} {worked_solution(problem)} {answer_only(problem)}" for problem in problems]
-
-
 def _demonstrated(style: FrozenKey, worked_share: float, problem: Problem, index: int) -> Problem:
     solution = worked_solution if _draw(style, 0, index)[0] < worked_share else answer_only
     return problem._replace(meta={**problem.meta, COMPLETION: solution(problem)})
@@ -172,8 +155,7 @@ def _demonstrated_train(
 
 
 def _train(rest: tuple[Content, ...], operations: int, key: Tensor, index: int) -> Problem:
-    if index < 0:
-        raise ValueError(f"training index: got {index}, wanted an integer >= 0")
+    check_index(index)
     draw = _draw(frozen_key(key), operations, index)
     return _word(_pick(rest, draw[0]), index, draw)
 
@@ -181,6 +163,17 @@ def _train(rest: tuple[Content, ...], operations: int, key: Tensor, index: int) 
 def _draw(frozen: FrozenKey, operations: int, index: int) -> list[float]:
     """The uniforms of one problem."""
     return block_uniforms(frozen, _WORDS + operations, index)
+
+
+def block_uniforms(frozen: FrozenKey, width: int, index: int) -> list[float]:
+    """The uniforms of one problem: a row of its block, so that reading a stream in order makes each block once."""
+    return _block(frozen, width, index // _BLOCK)[index % _BLOCK]
+
+
+@lru_cache(maxsize=64)
+def _block(frozen: FrozenKey, width: int, block: int) -> list[list[float]]:
+    key = prng.fold_in(thawed_key(frozen), block)
+    return prng.uniform(key, _BLOCK, width, dtype=torch.float64, low=0.0, high=1.0).tolist()
 
 
 def _word(content: Content, uid: int, draw: list[float]) -> Problem:

@@ -377,6 +377,6 @@ def model_source(model: object, knob: str) -> hf.ModelSource:
     if not all(callable(getattr(model, method, None)) for method in ("config", "folder")):
         raise ValueError(
             f"{knob}: got a {type(model).__name__}, wanted a Hugging Face folder or hub name, or an object "
-            "with config() and folder() (tiny_model.Recipe)"
+            "with config() and folder() (experiments.tiny.models.TinyModel)"
         )
     return model

@@ -1,10 +1,9 @@
 """Imports between packages: each package of grpo_fn has a list of those that it may import, and pure ones stay pure.
 
 core < algo, rewards < environments, tasks < trainer.health, trainer.evaluation are pure; verifier imports nothing of
-ours, sandbox core alone; shell is stateful and does not know algo, but for the warm start of its tiny models, which
-takes steps of the supervised stage; trainer puts both together; train and the commands run, eval, score and doctor come
-last. The lab looks at what runs leave behind: nothing imports it but its commands redteam and replay. Nothing imports
-testing or a command, but the lab has the rewards of score.
+ours, sandbox core alone; shell is stateful and does not know algo; trainer puts both together; train and the commands
+run, eval, score and doctor come last. The lab looks at what runs leave behind: nothing imports it but its commands
+redteam and replay. Nothing imports testing or a command, but the lab has the rewards of score.
 """
 
 import ast
@@ -22,7 +21,6 @@ BASE = {
     "shell.process",
     "shell.atomic_io",
     "shell.background_worker",
-    "shell.source_hash",
 }
 MAY_IMPORT = {
     "core": set(),
@@ -36,8 +34,7 @@ MAY_IMPORT = {
     "trainer.evaluation": {"core", "verifier", "rewards"},
     "config": set(),
     **dict.fromkeys(BASE, SCIENCE | BASE),
-    "shell.warm_start": SCIENCE | BASE | {"algo", "shell.model", "shell.policy"},
-    "shell.model": SCIENCE | BASE | {"shell.warm_start"},
+    "shell.model": SCIENCE | BASE,
     "shell.policy": SCIENCE | BASE | {"shell.model"},
     "shell.episodes": SCIENCE | BASE | {"shell.model"},
     "shell.sampler": SCIENCE | BASE | {"shell.model", "shell.policy", "shell.episodes"},

@@ -14,7 +14,7 @@ SHARED = {
     "main": "every command has one",
     "flags": "the command line of each command",
     "task": "a data set's module has one: gin binds @gsm8k.task",
-    "environment": "an environment's module has one: gin binds @guess.environment()",
+    "environment": "an environment's module has one: gin binds @tool_use.environment()",
     "start": "the two functions of every environment",
     "step": "the two functions of every environment",
 }

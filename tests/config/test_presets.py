@@ -39,7 +39,7 @@ SPARE_HELPERS = {"sampled_values", "loss_diagnostics", "discounted_to_go", "log_
 SPARE_HELPERS |= {"optimal_token_baseline"}  # of credit.token_baseline
 # What a preset needs of the run file, as its header says.
 OWN_PASS = ["--gin_param", "step.Algorithm.old_logp = @step.from_trainer"]
-TEACHER = ["--gin_file", "scale/teacher.gin", "--gin_param", "TEACHER = @tiny_model.Recipe()"]
+TEACHER = ["--gin_file", "scale/teacher.gin", "--gin_param", "TEACHER = @models.TinyModel()"]
 DEMONSTRATIONS = ["--gin_file", "task/demonstrations.gin"]  # of the task itself, where a user names a file
 DEMONSTRATIONS += ["--gin_param", "sections.Demonstrations.task = @arithmetic.demonstration_task"]
 for knob in ("max_value = 5", "operations = 3", "test_size = 8", "worked_share = 0.5"):

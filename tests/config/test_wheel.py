@@ -1,4 +1,4 @@
-"""A wheel has gin files, templates and nothing of an earlier build, and runs the default from any folder."""
+"""A wheel has gin files, templates and nothing of an earlier build, and needs a clone for the toys alone."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ def test_it_holds_every_gin_file_template_and_module_and_no_other(wheel: Path) -
 
 
 @pytest.mark.slow
-def test_it_runs_the_default_from_any_folder(wheel: Path, tmp_path: Path) -> None:
+def test_it_runs_the_default_where_a_clone_is_and_names_the_fix_elsewhere(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -49,7 +49,11 @@ def test_it_runs_the_default_from_any_folder(wheel: Path, tmp_path: Path) -> Non
     found = subprocess.run([sys.executable, "-c", where], cwd=elsewhere, env=env, capture_output=True, text=True)
     assert found.stdout.strip() == str(tmp_path / "site" / "grpo_fn" / "gin"), found.stderr
     command = [sys.executable, "-m", "grpo_fn.run", "--gin_file", "run/arithmetic.gin", "--dry_run"]
+    refused = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 2
+    assert "No module named 'experiments': toy models and tasks are in experiments/ of a clone" in refused.stderr
+    assert not [*elsewhere.iterdir()]
+    (elsewhere / "experiments").symlink_to(PROJECT / "experiments")
     done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "sections.Data.task" in done.stdout
-    assert not [*elsewhere.iterdir()]

@@ -50,7 +50,7 @@ def test_whole_runs_on_the_second_card_end_well_and_use_no_other(on_device, cach
     runs = {}
     for name in sorted(names):
         files = ["run/arithmetic.gin", str(small), "scale/bf16.gin", f"scale/{name}.gin"]
-        knobs = [f"tiny_model.Recipe.cache={str(cache)!r}", "STEPS=2", "sections.Compute.device='cuda:1'"]
+        knobs = [f"models.TinyModel.cache={str(cache)!r}", "STEPS=2", "sections.Compute.device='cuda:1'"]
         laid = [word for file in files for word in ("--gin_file", file)]
         laid += [word for knob in knobs for word in ("--gin_param", knob)]
         runs[name] = [*laid, "--run_dir", str(tmp_path / name)]

@@ -11,13 +11,13 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> "desk.Things":
     from e2e.running import command, finish
 
     from docs import desk, stand_ins
-    from grpo_fn.shell.model import tiny_model
+    from experiments.tiny import models
 
     made = desk.Things(folder=tmp_path_factory.mktemp("things"))
     stand_ins.rows(made.data)
     stand_ins.programs(made.bin)
-    shape = tiny_model.Shape(vocabulary=259, hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32, positions=2048)
-    tiny_model.make_random(shape, made.model, seed=0, chat=True)
+    shape = models.Sizes(vocabulary=259, hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32, positions=2048)
+    models.make_random(shape, made.model, seed=0, chat=True)
     argv = command(made.cache, made.run, STEPS=4, sections__Evaluation__every=4)
     assert finish(argv, made.folder / "out") == 0, (made.folder / "out").read_text()
     return made

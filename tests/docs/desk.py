@@ -43,18 +43,12 @@ SMALL = {
 }
 # The same of a run of the arithmetic task, on top of e2e/small.gin.
 SMALLER = {"STEPS": 2, "TEST_SIZE": 8}
-# The warm start of a run file's model, and what makes it.
-MADE = {
-    "run/calculator.gin": ("tiny_tool_model.ToolWarmStart", "tiny_tool_model.ToolRecipe"),
-    "run/maze.gin": ("tiny_maze_model.MazeWarmStart", "tiny_maze_model.MazeRecipe"),
-}
-ARITHMETIC = ("tiny_model.WarmStart", "tiny_model.Recipe")
 # The same of runs whose model is warm-started on a task of theirs.
 ON_TASK = ("run/procedural.gin", "experiments/levels/run.gin")
 SMALL_TASK = {
     "STEPS": 1,
-    "tiny_task_model.TaskWarmStart.steps": 2,
-    "tiny_task_model.TaskWarmStart.rows": 2,
+    "models.TinyModel.steps": 2,
+    "models.TinyModel.rows": 2,
     "step.Algorithm.prompts": 2,
     "step.Algorithm.group_size": 2,
     "step.Algorithm.minibatches": 1,
@@ -168,15 +162,14 @@ def small_run(argv: Sequence[str], things: Things) -> list[str]:
         bound |= MORE.get(recipe, {})
         return before_params([], bound, argv)
     if any(name in ON_TASK for name in files):
-        return before_params([], SMALL_TASK | {"tiny_task_model.TaskRecipe.cache": repr(str(things.cache))}, argv)
-    warm_start, made = next((MADE[name] for name in files if name in MADE), ARITHMETIC)
+        return before_params([], SMALL_TASK | cache(things), argv)
     fewer = next((MINIBATCHES[name] for name in files if name in MINIBATCHES), {})
-    bound = SMALLER | {f"{warm_start}.steps": 5} | cache(things, made) | fewer
+    bound = SMALLER | {"models.TinyModel.steps": 5} | cache(things) | fewer
     return before_params(["--gin_file", str(SMALL_RUN)], bound, argv)
 
 
-def cache(things: Things, made: str = ARITHMETIC[1]) -> dict[str, str]:
-    return {f"{made}.cache": repr(str(things.cache))}
+def cache(things: Things) -> dict[str, str]:
+    return {"models.TinyModel.cache": repr(str(things.cache))}
 
 
 def needs_model(files: Sequence[str], given: Sequence[str]) -> bool:

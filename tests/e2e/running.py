@@ -44,7 +44,7 @@ def serve() -> None:
 
 def command(cache: Path, run_dir: Path | None, *flags: str, **changes: Any) -> list[str]:
     """The arguments of the small run; `changes` are gin names with `__` for the dot, and their values."""
-    bindings = {"tiny_model.Recipe.cache": repr(str(cache))}
+    bindings = {"models.TinyModel.cache": repr(str(cache))}
     bindings |= {name.replace("__", "."): value for name, value in changes.items()}
     where = [] if run_dir is None else ["--run_dir", str(run_dir)]
     params = [part for name, value in bindings.items() for part in ("--gin_param", f"{name}={value}")]

@@ -78,7 +78,7 @@ def test_twenty_five_random_moments(
     """Of one run: each start goes on from where the last was killed, and the moments are later and later in it."""
     monkeypatch.setattr(resume_check, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
     argv = ["--gin_file", "run/arithmetic.gin", "--gin_file", str(SMALL), *EPISODES, "--out", str(tmp_path / "out")]
-    argv += ["--gin_param", f"tiny_model.Recipe.cache={str(cache)!r}", "--gin_param", "STEPS=12"]
+    argv += ["--gin_param", f"models.TinyModel.cache={str(cache)!r}", "--gin_param", "STEPS=12"]
     assert resume_check.main([*argv, "--kills", "25", "--seed", "6", "--timeout", "240"]) == 0, capsys.readouterr()
     assert "identical after 25 kills" in capsys.readouterr().out
 

@@ -10,11 +10,11 @@ import pytest
 from e2e.running import TESTS, AtPhase, finish, metrics, outcome
 from published import published
 
+from experiments.tiny import models
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Completion
 from grpo_fn.rewards import math
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.model import tiny_model
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.tasks import gsm8k
 from grpo_fn.tasks.task import train_problems
@@ -30,9 +30,9 @@ def data() -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = tiny_model.Shape(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=2048)
+    shape = models.Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=2048)
     path = tmp_path_factory.mktemp("gsm8k") / "model"
-    tiny_model.make_random(shape, path, seed=0, chat=True)
+    models.make_random(shape, path, seed=0, chat=True)
     return path
 
 

@@ -20,10 +20,10 @@ def test_the_rewarded_behaviour_becomes_common(cache: Path, tmp_path: Path) -> N
     assert sum(reward[-5:]) / 5 > sum(reward[:5]) / 5 + 0.3
 
 
-def from_nothing(tmp_path: Path, file: str, seed: int, recipe: str) -> tuple[Path, float]:
+def from_nothing(tmp_path: Path, file: str, seed: int) -> tuple[Path, float]:
     """The run folder and the processor seconds of a run file as it is, its model made anew."""
     argv = [sys.executable, "-m", "grpo_fn.run", "--gin_file", file, "--run_dir", str(tmp_path / "run")]
-    argv += ["--gin_param", f"SEED={seed}", "--gin_param", f"{recipe}.cache={str(tmp_path / 'cache')!r}"]
+    argv += ["--gin_param", f"SEED={seed}", "--gin_param", f"models.TinyModel.cache={str(tmp_path / 'cache')!r}"]
     began = processor_seconds()
     subprocess.run(argv, check=True, cwd=TESTS.parent)
     return tmp_path / "run", processor_seconds() - began
@@ -45,7 +45,7 @@ def gain(run: Path) -> float:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_embedded_default_gains_thirty_points_within_four_minutes(seed: int, tmp_path: Path) -> None:
     """The whole of it, as the README says it: warm start, training and evaluation, on two idle cores."""
-    run, seconds = from_nothing(tmp_path, "run/arithmetic.gin", seed, "tiny_model.Recipe")
+    run, seconds = from_nothing(tmp_path, "run/arithmetic.gin", seed)
     assert gain(run) >= 0.30
     assert seconds <= 2 * 240
 
@@ -54,7 +54,7 @@ def test_the_embedded_default_gains_thirty_points_within_four_minutes(seed: int,
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_calculator_gains_thirty_points_by_its_tool_within_four_minutes(seed: int, tmp_path: Path) -> None:
     """On two idle cores, as above."""
-    run, seconds = from_nothing(tmp_path, "run/calculator.gin", seed, "tiny_tool_model.ToolRecipe")
+    run, seconds = from_nothing(tmp_path, "run/calculator.gin", seed)
     assert gain(run) >= 0.30
     before, *_, after = [row for row in metrics(run) if "eval/used_tool" in row]
     assert before["eval/used_tool"] < 0.2  # the warm start has not decided it
@@ -65,7 +65,7 @@ def test_the_calculator_gains_thirty_points_by_its_tool_within_four_minutes(seed
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_maze_gains_twenty_points(seed: int, tmp_path: Path) -> None:
-    run, _ = from_nothing(tmp_path, "run/maze.gin", seed, "tiny_maze_model.MazeRecipe")
+    run, _ = from_nothing(tmp_path, "run/maze.gin", seed)
     assert gain(run) >= 0.20
 
 
@@ -75,7 +75,7 @@ def test_five_procedural_kinds_are_learnt_in_one_mixture(seed: int, tmp_path: Pa
     """run/procedural.gin, as docs/tasks/procedural.md reports it: boxes before and after, more of them right."""
     pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
     argv = [sys.executable, "-m", "grpo_fn.run", "--gin_file", "run/procedural.gin", "--run_dir", str(tmp_path / "run")]
-    cache = f"tiny_task_model.TaskRecipe.cache={str(tmp_path / 'cache')!r}"
+    cache = f"models.TinyModel.cache={str(tmp_path / 'cache')!r}"
     argv += ["--gin_param", f"SEED={seed}", "--gin_param", cache]
     subprocess.run(argv, check=True, cwd=TESTS.parent)
     first, *_, last = metrics(tmp_path / "run")

@@ -7,11 +7,11 @@ import pytest
 from e2e.running import AtPhase, finish, metrics, outcome
 from published import published
 
+from experiments.tiny import models
 from grpo_fn import sandbox
 from grpo_fn.config import load_config
 from grpo_fn.core.problem import Completion
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.model import tiny_model
 
 SHORT = {
     "STEPS": 2,
@@ -26,9 +26,9 @@ SHORT = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = tiny_model.Shape(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=2048)
+    shape = models.Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=2048)
     path = tmp_path_factory.mktemp("mbpp") / "model"
-    tiny_model.make_random(shape, path, seed=0, chat=True)
+    models.make_random(shape, path, seed=0, chat=True)
     return path
 
 

@@ -8,13 +8,12 @@ from e2e.running import finish, metrics
 from e2e.test_mbpp_code import SHORT
 from published import published
 
+from experiments.tiny import models
 from grpo_fn import sandbox
 from grpo_fn.config import load_config
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.model import tiny_model
 
 RUNS = {
-    "guess": (None, {"MAX_NEW_TOKENS": 18, "MAX_TURN_TOKENS": 3}),
     "python_tool": ("gsm8k", {"MAX_NEW_TOKENS": 16}),
     "mbpp_retry": ("mbpp", {"MAX_NEW_TOKENS": 24, "MAX_TURN_TOKENS": 8}),
 }
@@ -22,18 +21,18 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = tiny_model.Shape(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=4096)
+    shape = models.Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=4096)
     path = tmp_path_factory.mktemp("episodes") / "model"
-    tiny_model.make_random(shape, path, seed=0, chat=True)
+    models.make_random(shape, path, seed=0, chat=True)
     return path
 
 
-@pytest.mark.parametrize("name", ["guess", pytest.param("python_tool", marks=pytest.mark.slow), "mbpp_retry"])
+@pytest.mark.parametrize("name", [pytest.param("python_tool", marks=pytest.mark.slow), "mbpp_retry"])
 def test_a_run_file_goes_through_two_steps(name: str, model: Path, tmp_path: Path) -> None:
     data, limits = RUNS[name]
-    if name != "guess" and all(sandbox.available()[kind] for kind in ("bubblewrap", "namespaces")):
+    if all(sandbox.available()[kind] for kind in ("bubblewrap", "namespaces")):
         pytest.skip(f"NOT TESTED: no sandbox on this machine: {sandbox.available()}")
-    given = {"MODEL": model, **({"DATA": published(data)} if data else {}), **SHORT, **limits}
+    given = {"MODEL": model, "DATA": published(data), **SHORT, **limits}
     flags = [part for key, value in given.items() for part in ("--gin_param", f"{key}={value}")]
     argv = ["--gin_file", f"run/{name}.gin", *flags, "--run_dir", str(tmp_path / "run")]
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
@@ -46,13 +45,12 @@ def test_a_run_file_goes_through_two_steps(name: str, model: Path, tmp_path: Pat
     assert all(row["turns"] for row in stored), json.dumps(stored)[:500]
 
 
-LIMITS = {"guess": (6, 384), "python_tool": (8, 1024), "mbpp_retry": (3, 1152)}  # turns, sampled tokens
+LIMITS = {"python_tool": (8, 1024), "mbpp_retry": (3, 1152)}  # turns, sampled tokens
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_limits_leave_tokens_for_every_turn(name: str) -> None:
-    data = ["DATA='x'"] if RUNS[name][0] else []
-    kwargs = load_config([f"run/{name}.gin"], ["MODEL='x'", *data]).kwargs()
+    kwargs = load_config([f"run/{name}.gin"], ["MODEL='x'", "DATA='x'"]).kwargs()
     episodes, sampling = kwargs["episodes"], kwargs["sampling"]
     assert (episodes.max_turns, sampling.max_new_tokens) == LIMITS[name]
     assert sampling.max_new_tokens <= episodes.max_turns * episodes.max_turn_tokens

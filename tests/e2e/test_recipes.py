@@ -112,8 +112,8 @@ def lora(request: pytest.FixtureRequest) -> Recipe:
 
 
 def practice(request: pytest.FixtureRequest) -> Recipe:
-    cache = {"tiny_model.Recipe.cache": repr(str(request.getfixturevalue("cache")))}
-    smaller = {"TEST_SIZE": 4, "tiny_model.WarmStart.steps": 5, "step.Algorithm.prompts": 2}
+    cache = {"models.TinyModel.cache": repr(str(request.getfixturevalue("cache")))}
+    smaller = {"TEST_SIZE": 4, "models.TinyModel.steps": 5, "step.Algorithm.prompts": 2}
     says = ("8 prompts x 8 samples = 64", "80 in 10 steps")
     return Recipe("cluster_practice", cache, smaller, says, ranks=4)
 
@@ -192,8 +192,8 @@ def test_weights_that_lie_on_the_host_make_the_same_run(cache: Path, model: Path
     runs = {}
     for name, more in {"kept": [], "offloaded": ["--gin_file", "scale/offload.gin"]}.items():
         (folder := tmp_path / name).mkdir()
-        smaller = {"TEST_SIZE": 4, "tiny_model.WarmStart.steps": 5, "step.Algorithm.prompts": 2}
-        given = {"tiny_model.Recipe.cache": repr(str(cache))}
+        smaller = {"TEST_SIZE": 4, "models.TinyModel.steps": 5, "step.Algorithm.prompts": 2}
+        given = {"models.TinyModel.cache": repr(str(cache))}
         argv = small(Recipe("cluster_practice", given, smaller, ()), model, folder)
         assert finish([*argv, *more], folder / "out") == 0, (folder / "out").read_text()
         runs[name] = folder / "run"

@@ -275,15 +275,15 @@ def test_more_steps_alone_go_on_and_end_as_if_they_had_been_asked_for_at_first(c
 
 @pytest.mark.slow
 def test_another_model_is_refused_even_when_forced_and_the_folder_stays_as_it_was(cache: Path, tmp_path: Path) -> None:
-    run, _ = interrupted(cache, tmp_path, [], STEPS=2, tiny_model__Shape__layers=2)
+    run, _ = interrupted(cache, tmp_path, [], STEPS=2, models__TinyModel__layers=2)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "run.lock"}
-    changes = {"tiny_model__Shape__layers": 2, "tiny_model__Shape__intermediate": 48}
+    changes = {"models__TinyModel__layers": 2, "models__TinyModel__intermediate": 48}
     assert finish(command(cache, run, "--force", STEPS=2, **changes), tmp_path / "out") == 2
     said = (tmp_path / "out").read_text()
     assert f"in checkpoint {run / 'checkpoints' / 'step_2'}, wanted" in said
     assert "Traceback" not in said
     assert {path: path.read_bytes() for path in run.rglob("*") if path in before} == before
-    interrupted(cache, tmp_path, [], STEPS=2, tiny_model__Shape__layers=2)  # the original command is not refused
+    interrupted(cache, tmp_path, [], STEPS=2, models__TinyModel__layers=2)  # the original command is not refused
 
 
 @pytest.mark.slow

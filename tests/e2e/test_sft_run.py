@@ -23,10 +23,10 @@ SOON |= {"optimizer__adamw__lr": 1e-2, "optimizer__linear_decay__warmup": 1}
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Right solutions of word problems, as a file of prompts and completions."""
     path = tmp_path_factory.mktemp("data") / "demonstrations.jsonl"
-    task = arithmetic.task(max_value=5, operations=3, test_size=16)
-    pairs = arithmetic.worked_solutions(task, prng.key(5, device="cpu"), worked_share=0.0)
+    task, key = arithmetic.task(max_value=5, operations=3, test_size=16), prng.key(5, device="cpu")
+    problems = [task.train(key, index) for index in range(80)]
     rows = [
-        json.dumps({"prompt": prompt, "completion": text}) for (prompt, text), _ in zip(pairs, range(80), strict=False)
+        json.dumps({"prompt": problem.prompt, "completion": arithmetic.answer_only(problem)}) for problem in problems
     ]
     path.write_text("\n".join(rows))
     return path

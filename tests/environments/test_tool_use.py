@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from profiles import profile, quarter
 
+from experiments.tiny import tasks
 from grpo_fn import testing
 from grpo_fn.core import prng
 from grpo_fn.core.environment import Message, ToolCall
@@ -15,10 +16,9 @@ from grpo_fn.environments import tool_use
 from grpo_fn.environments.calculator import calculator
 from grpo_fn.environments.script import play_script
 from grpo_fn.rewards import math
-from grpo_fn.tasks import calculation
 
 KEY = prng.key(5, device="cpu")
-TASK = calculation.task(max_value=99, test_size=16)
+TASK = tasks.products(max_value=99, test_size=16)
 PROBLEMS = st.sampled_from([TASK.train(KEY, index) for index in range(100)])
 QUESTIONS = tool_use.environment(
     tools=[partial(calculator, max_length=60)], grade=math.correct, instructions="", max_turns=3, pure=True
@@ -96,46 +96,3 @@ def test_no_tools_and_no_turns_are_refused(tools, max_turns):
     said = f"got {len(tools)} tools and max_turns {max_turns}, wanted at least 1 of each"
     with pytest.raises(ValueError, match=said):
         tool_use.environment(tools=tools, grade=math.correct, instructions="", max_turns=max_turns, pure=True)
-
-
-# -- the task
-
-
-@given(PROBLEMS)
-def test_a_problem_asks_for_its_expression(problem):
-    a, b, c = (int(n) for n in problem.meta["expression"].replace("*", " ").replace("+", " ").replace("-", " ").split())
-    value = a * b + (c if "+" in problem.meta["expression"] else -c)
-    assert str(value) == problem.answer
-    assert value >= 0
-    assert problem.prompt == f"What is {problem.meta['expression']}?"
-
-
-def test_no_training_problem_asks_for_a_held_out_expression():
-    small = calculation.task(max_value=4, test_size=20)  # 54 contents: draws meet held-out ones all the time
-    held_out = {problem.meta["expression"] for problem in small.test}
-    assert len(held_out) == 20
-    trained = {small.train(KEY, index).meta["expression"] for index in range(300)}
-    assert not trained & held_out
-    assert small.train(KEY, 7) == small.train(KEY, 7)
-    assert small.train(KEY, 7).uid == 7
-
-
-def test_more_held_out_problems_begin_with_fewer():
-    few, many = (calculation.task(max_value=9, test_size=n).test for n in (5, 50))
-    assert many[:5] == few
-
-
-@pytest.mark.parametrize(
-    ("max_value", "test_size", "said"),
-    [(2, 1, "max_value: got 2, wanted at least 3"), (9, 0, "test_size: got 0, wanted 1 to 512, half of the 1024")],
-)
-def test_numbers_that_leave_nothing_are_refused(max_value, test_size, said):
-    with pytest.raises(ValueError, match=said):
-        calculation.task(max_value=max_value, test_size=test_size)
-
-
-def test_demonstrations_use_the_tool_as_often_as_asked():
-    drawn = calculation.tool_demonstrations(TASK, KEY, tool_share=0.3)
-    shares = [next(drawn)[1] for _ in range(1000)]
-    assert 0.25 < sum(shares) / 1000 < 0.35
-    assert not any(next(calculation.tool_demonstrations(TASK, KEY, tool_share=0.0))[1] for _ in range(5))

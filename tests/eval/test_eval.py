@@ -18,12 +18,13 @@ import pytest
 from e2e.running import TESTS, AtPhase, board, command, finish, metrics
 from published import published
 
+from experiments.tiny import models
 from grpo_fn.config import freeze, load_config
 from grpo_fn.config.resolve import Node
 from grpo_fn.core.problem import Problem
 from grpo_fn.eval import __main__ as evaluation
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.model import hf, tiny_model
+from grpo_fn.shell.model import hf
 from grpo_fn.tasks.task import Task, generated_task
 from grpo_fn.trainer.model_source import locate
 
@@ -180,8 +181,8 @@ def test_of_a_run_that_went_on_after_its_end_the_newer_weights(run: Path) -> Non
 
 
 def test_any_model_folder(trained: Path, tmp_path: Path) -> None:
-    shape = tiny_model.Shape(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=512)
-    tiny_model.make_random(shape, tmp_path / "random", seed=0, chat=True)
+    shape = models.Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=512)
+    models.make_random(shape, tmp_path / "random", seed=0, chat=True)
     results = measured(tmp_path / "random", tmp_path / "out", "--gin_file", str(trained / "config.gin"))
     assert (results["model"], results["figures"]["eval/problems"]) == (str(tmp_path / "random"), 16)
 
@@ -251,8 +252,8 @@ HARM: dict[str, tuple[Callable[[Path], object], str, list[str]]] = {
 
 
 def make_other(folder: Path) -> None:
-    shape = tiny_model.Shape(vocabulary=352, hidden=64, layers=1, heads=2, kv_heads=1, intermediate=32, positions=128)
-    tiny_model.make_random(shape, folder, seed=0, chat=False)
+    shape = models.Sizes(vocabulary=352, hidden=64, layers=1, heads=2, kv_heads=1, intermediate=32, positions=128)
+    models.make_random(shape, folder, seed=0, chat=False)
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -404,9 +405,9 @@ def test_every_eval_file_is_whole_and_says_how_to_use_it(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = tiny_model.Shape(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=4096)
+    shape = models.Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=4096)
     path = tmp_path_factory.mktemp("random") / "model"
-    tiny_model.make_random(shape, path, seed=0, chat=True)
+    models.make_random(shape, path, seed=0, chat=True)
     return path
 
 

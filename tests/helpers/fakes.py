@@ -16,11 +16,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from experiments.tiny.models import train_tokenizer
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
-from grpo_fn.shell.model.tiny_model import train_tokenizer
 
 # -- language models
 

@@ -8,8 +8,6 @@ from importlib import import_module
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from grpo_fn.shell.source_hash import hash_of_sources
-
 NEEDED = (
     *(
         "e2e.running",
@@ -19,7 +17,7 @@ NEEDED = (
         "grpo_fn.shell.policy.functional",
         "grpo_fn.shell.sampler.local.local_sampler",
     ),
-    *("grpo_fn.rewards.math", "grpo_fn.shell.model.tiny_model", "e2e.rewards", "pytest", "hypothesis.strategies"),
+    *("grpo_fn.rewards.math", "experiments.tiny.models", "e2e.rewards", "pytest", "hypothesis.strategies"),
     *(f"grpo_fn.algo.{name}" for name in ("advantage", "corrections", "losses", "masking", "objective")),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "gemma2")),
     *("torch.distributed.tensor", "torch.profiler", "torch.utils.tensorboard"),
@@ -29,6 +27,5 @@ NEEDED = (
 for name in NEEDED:
     import_module(name)
 get_checkpoint_conversion_mapping("qwen2")  # a thousand patterns, compiled by the process that opens a model first
-hash_of_sources(["grpo_fn.shell.model.tiny_model"])  # fifty sources, parsed by the process that looks for a model first
 gc.collect()
 gc.freeze()  # no process scans all of this again whenever garbage is collected

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from grpo_fn import sandbox
 from grpo_fn.core.environment import Environment, Message, Start, Step
 from grpo_fn.core.problem import Problem
-from grpo_fn.environments import calculator, guess, retry_program, tool_use
+from grpo_fn.environments import calculator, retry_program, tool_use
 from grpo_fn.lab.attacks import ATTACKS, EPISODE_ATTACKS, Seen
 from grpo_fn.lab.redteam import play_scripts
 from grpo_fn.rewards.math import correct
@@ -121,14 +121,9 @@ def test_a_weak_environment_falls_for_it(name):
 
 
 @pytest.mark.parametrize("name", OWN)
-@pytest.mark.parametrize("sound", ["guess", "calculator"])
-def test_ours_do_not(name, sound):
-    """The number is none that a script says by chance, and no sum or product of the prompt's numbers is the answer."""
-    ours = {
-        "guess": (guess.environment(max_guesses=6, cost=0.0), NUMBER),
-        "calculator": (tool_use.environment(**ASK, grade=correct), QUESTION),
-    }
-    assert best(*ours[sound], EPISODE_ATTACKS[name]) == 0.0
+def test_ours_does_not(name):
+    """No sum or product of the prompt's numbers is the answer."""
+    assert best(tool_use.environment(**ASK, grade=correct), QUESTION, EPISODE_ATTACKS[name]) == 0.0
 
 
 @pytest.mark.parametrize("name", ["feedback_tables", "forged_verdicts"])

@@ -19,7 +19,7 @@ HEAD = """from __gin__ import dynamic_registration
 from grpo_fn import train
 from grpo_fn.algo import step
 from grpo_fn.core import sampling
-from grpo_fn.shell.model import tiny_model
+from experiments.tiny import models
 from grpo_fn.shell.policy import optimizer
 from grpo_fn.tasks import arithmetic
 from grpo_fn.trainer import sections
@@ -37,8 +37,8 @@ def argv(folder: Path, *flags: str, **arms: str) -> list[str]:
     (folder / "models").mkdir(exist_ok=True)
     files = [arm(folder, name, text) for name, text in arms.items()]
     cache = folder / "cache.gin"  # in a file: arms begin from a folder, and make no model
-    head = "from __gin__ import dynamic_registration\nfrom grpo_fn.shell.model import tiny_model\n"
-    cache.write_text(f"{head}tiny_model.Recipe.cache = {str(folder / 'models')!r}\n")
+    head = "from __gin__ import dynamic_registration\nfrom experiments.tiny import models\n"
+    cache.write_text(f"{head}models.TinyModel.cache = {str(folder / 'models')!r}\n")
     return [*files, *BASE, "--gin_file", str(cache), "--gin_param", "STEPS=2", "--out", str(folder / "out"), *flags]
 
 
@@ -54,8 +54,12 @@ SLOW = "optimizer.adamw.lr = 1e-4"
         ({"a": ""}, [], "got 1 arms"),
         ({"a": "", "b": "train.train.steps = 3"}, [], "arm b, seed 0: got train.train.steps = 3, wanted 2 as in a"),
         ({"a": "", "b": "arithmetic.task.max_value = 3"}, [], "got arithmetic.task.max_value = 3, wanted 5 as in a"),
-        ({"a": "", "b": "tiny_model.Shape.hidden = 64"}, [], "got tiny_model.Shape.hidden = 64, wanted 32 as in a"),
-        ({"a": "", "b": "train.train.model = 'm'"}, [], "arm b, seed 0: got train.train.model = 'm', wanted @grpo_fn."),
+        ({"a": "", "b": "models.TinyModel.hidden = 64"}, [], "got models.TinyModel.hidden = 64, wanted 32 as in a"),
+        (
+            {"a": "", "b": "train.train.model = 'm'"},
+            [],
+            "arm b, seed 0: got train.train.model = 'm', wanted @exp",
+        ),
         ({"a": "", "b": "train.train.seed = 2"}, [], "arm b, seed 0: got train.train.seed = 2, wanted 0 as in a"),
         ({"a": "", "b": "train.train.seed = 0"}, [], "arm b, seed 2: got train.train.seed = 0, wanted 2 as in a"),
         ({"a": "", "b": "step.Algorithm.prompts = 3"}, [], "got algorithm.prompts = 3, wanted 4 as in a"),
@@ -68,7 +72,7 @@ SLOW = "optimizer.adamw.lr = 1e-4"
         ({"a": "", "b": SLOW}, ["--seeds", "0", "0"], "--seeds: got 0 0, wanted each once"),
         ({"a": "", "b": SLOW}, ["--seeds", "x"], "--seeds: got x, wanted whole numbers"),
         ({"a": "", "b": SLOW}, ["--seed_knob", "sections.Data.seed"], "arm a, seed 0: "),
-        ({"a": "", "b": SLOW}, ["--seed_knob", "tiny_model.Recipe.seed"], "with which seeds 0 and 1 are both"),
+        ({"a": "", "b": SLOW}, ["--seed_knob", "models.TinyModel.seed"], "with which seeds 0 and 1 are both"),
         ({"a": "", "b": SLOW}, ["--jobs", "0"], "--jobs, --timeout: got 0"),
         ({"a": "", "b": SLOW}, ["--start", "/no/such/model"], "/no/such/model"),
     ],

@@ -50,7 +50,6 @@ def test_every_run_and_task_file_has_a_line() -> None:
     [
         (["--gin_file", "run/arithmetic.gin"], "run/arithmetic.gin"),
         (["--reward", "math", "--task", "arithmetic"], "arithmetic"),
-        (["--gin_file", "run/guess.gin"], "run/guess.gin"),
     ],
 )
 def test_a_line_is_what_the_command_says(flags: list[str], place: str, capsys: pytest.CaptureFixture) -> None:

@@ -32,7 +32,7 @@ BASE = ["--gin_file", "run/arithmetic.gin", "--gin_file", str(SMALL)]
 
 def argv(cache: Path, out: Path, *flags: str) -> list[str]:
     """The small run, swept."""
-    return [*BASE, "--gin_param", f"tiny_model.Recipe.cache={str(cache)!r}", "--out", str(out), *flags]
+    return [*BASE, "--gin_param", f"models.TinyModel.cache={str(cache)!r}", "--out", str(out), *flags]
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from published import published
 
 from grpo_fn.core import prng
-from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.core.problem import COMPLETION, Completion, Problem
 from grpo_fn.rewards.format import boxed
 from grpo_fn.rewards.math import correct
 from grpo_fn.tasks import arithmetic, gsm8k
@@ -248,13 +248,11 @@ def test_every_sentence_name_and_thing_is_used():
 
 @given(seeds, st.sampled_from((0.0, 0.4, 1.0)))
 def test_demonstrations_are_right_well_formed_and_from_the_training_side(seed, share):
-    task = make(4, 3, 20)
+    task = arithmetic.demonstration_task(max_value=4, operations=3, test_size=20, worked_share=share)
     held_out = {content(problem) for problem in task.test}
-    stream = arithmetic.worked_solutions(task, key(seed), worked_share=share)
     for problem in train_problems(task, key(seed), 0, 8):
-        prompt, written = next(stream)
+        written = problem.meta[COMPLETION]
         completion = Completion(written, 1, False)
-        assert prompt == problem.prompt
         assert correct(problem, completion) == boxed(problem, completion) == 1.0
         assert content(problem) not in held_out
         assert written in (arithmetic.worked_solution(problem), arithmetic.answer_only(problem))
@@ -263,12 +261,11 @@ def test_demonstrations_are_right_well_formed_and_from_the_training_side(seed, s
         for step in steps:
             left, right = step.split("=")
             assert eval(left) == eval(right)  # the working is sound
-    assert arithmetic.corpus(task, key(seed), 3)[2].startswith(task.train(key(seed), 2).prompt)
 
 
 def test_the_share_of_worked_demonstrations_is_the_one_asked_for():
-    stream = arithmetic.worked_solutions(make(4, 2, 5), key(3), worked_share=0.4)
-    shown = sum("=" in next(stream)[1] for _ in range(2000)) / 2000
+    task = arithmetic.demonstration_task(max_value=4, operations=2, test_size=5, worked_share=0.4)
+    shown = sum("=" in problem.meta[COMPLETION] for problem in train_problems(task, key(3), 0, 2000)) / 2000
     assert abs(shown - 0.4) < 0.04
 
 

@@ -34,8 +34,6 @@ def made(name, macros):
 
 # Those that bring an environment: over which run file, its macros, and what the policy reads first.
 EPISODES = {
-    "guess": ("run/math.gin", {}, "Guess it"),
-    "maze": ("run/math.gin", {}, "maze"),
     "mbpp_retry": ("run/mbpp_code.gin", {"DATA": "mbpp"}, "Python"),
     "python_tool": ("run/gsm8k.gin", {"DATA": "gsm8k"}, "<tool_call>"),
 }

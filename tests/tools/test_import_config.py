@@ -22,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from importer import Option
 
+from experiments.tiny import models
 from grpo_fn import run
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.config import freeze, load_config
-from grpo_fn.shell.model import tiny_model
 from grpo_fn.trainer.checks.validate import check_sampler_logp
 
 CONFIGS = TESTS / "tools" / "configs"
@@ -36,8 +36,8 @@ SAMPLES = {"nemo_rl.yaml": [], "trl.yaml": ["--world", "2"], "trl.py": ["--world
 def given_params(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A model and rows for the file that was written."""
     folder = tmp_path_factory.mktemp("import")
-    shape = tiny_model.Shape(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=1024)
-    tiny_model.make_random(shape, folder / "model", seed=0, chat=False)
+    shape = models.Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=1024)
+    models.make_random(shape, folder / "model", seed=0, chat=False)
     rows = [{"problem": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {"MODEL": folder / "model", "DATA": folder / "rows.jsonl", "rows.hold_out.test_size": 2}

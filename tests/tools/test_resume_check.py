@@ -20,7 +20,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(cache: Path, out: Path, *flags: str) -> int:
     files = ["--gin_file", "run/arithmetic.gin", "--gin_file", str(SMALL)]
     return resume_check.main(
-        [*files, "--gin_param", f"tiny_model.Recipe.cache={str(cache)!r}", "--out", str(out), *flags]
+        [*files, "--gin_param", f"models.TinyModel.cache={str(cache)!r}", "--out", str(out), *flags]
     )
 
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from experiments.tiny.models import byte_tokenizer
 from grpo_fn.config import load_config
-from grpo_fn.shell.model.tiny_model import byte_tokenizer
 from grpo_fn.trainer.prepare import BEGINNING, prompt_length, prompt_limit
 from grpo_fn.trainer.sections import Sampling, Settings
 

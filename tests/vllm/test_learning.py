@@ -19,9 +19,9 @@ def started(folder: Path, *flags: str) -> list[dict]:
 
 def test_a_few_steps_as_a_user_starts_them(tmp_path: Path) -> None:
     """Of a smaller model that has learnt little, paid for whatever it is paid for; engine and policy agree."""
-    small = ["STEPS=2", "tiny_model.WarmStart.steps=60", "step.Algorithm.prompts=8", "tiny_model.Shape.layers=1"]
-    small += ["tiny_model.Shape.hidden=64", "tiny_model.Shape.heads=2", "tiny_model.Shape.kv_heads=1", "MAX_VALUE=3"]
-    small += ["OPERATIONS=1", "TEST_SIZE=8", "MAX_NEW_TOKENS=12", f"tiny_model.Recipe.cache={str(tmp_path)!r}"]
+    small = ["STEPS=2", "models.TinyModel.steps=60", "step.Algorithm.prompts=8", "models.TinyModel.layers=1"]
+    small += ["models.TinyModel.hidden=64", "models.TinyModel.heads=2", "models.TinyModel.kv_heads=1", "MAX_VALUE=3"]
+    small += ["OPERATIONS=1", "TEST_SIZE=8", "MAX_NEW_TOKENS=12", f"models.TinyModel.cache={str(tmp_path)!r}"]
     rows = started(tmp_path / "run", *(part for one in small for part in ("--gin_param", one)))
     for row in rows[1:]:
         assert row["engine/verified"] == 1
@@ -35,7 +35,7 @@ def test_a_few_steps_as_a_user_starts_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_embedded_default_gains_thirty_points(seed: int, tmp_path: Path) -> None:
     """Seeds 0, 1 and 2, as with the local sampler (tests/e2e/test_learning.py)."""
-    cache = f"tiny_model.Recipe.cache={str(tmp_path / 'cache')!r}"
+    cache = f"models.TinyModel.cache={str(tmp_path / 'cache')!r}"
     started(tmp_path / "run", "--gin_param", f"SEED={seed}", "--gin_param", cache)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.30

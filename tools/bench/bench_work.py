@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,25 +12,25 @@ import bench_reward
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from experiments.tiny import models, tasks
 from grpo_fn.core import prng
 from grpo_fn.environments.tools import describe_tools
-from grpo_fn.shell.model import hf, tiny_model, tiny_tool_model
-from grpo_fn.tasks import arithmetic, calculation
+from grpo_fn.shell.model import hf
+from grpo_fn.tasks import arithmetic
 
 WORDS = 40_000  # of the text that a vocabulary of 32,000 entries is learned from
 TOKENS = 32_000  # of a tokenizer, at most: further entries of a model's vocabulary spell nothing
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-MAX_VALUE, HELD_OUT = 99, 128  # of the calculator's questions
+QUESTIONS = partial(tasks.products, max_value=99, test_size=128)  # for the calculator
 MAX_TURNS = 3
 TOTAL = 128  # tokens of a slot of an episode: more than the question, all that is sampled and two observations
 DESCRIPTION = describe_tools({"calculator": bench_reward.calculator})  # the tool's schema, as chat templates write it
-CALLS = partial(tiny_tool_model.ToolWarmStart, rows=16, lr=3e-3, tool_share=1.0)  # shows nothing but calls of the tool
 
 
 class Work(NamedTuple):
     """A model and the completions of one step, or the episodes of one. Weights are random, or warm-started to call."""
 
-    shape: tiny_model.Shape
+    sizes: models.Sizes
     prompts: int
     group_size: int
     prompt_tokens: int  # of every prompt; 0: word problems, as long as they come
@@ -37,33 +38,34 @@ class Work(NamedTuple):
     micro_tokens: int = 16_384  # of ours, in one forward and backward pass
     logits_chunk_elements: int = 2**24  # of ours, logits in one chunk of the head
     trl_rows: int = 0  # of a micro-batch of TRL's; 0: all
-    warm_start: tiny_tool_model.ToolWarmStart | None = None  # towards calls of the calculator; None: no episodes
+    warm_start: int = 0  # updates towards calls of the calculator; 0: no episodes
     instructions: str = ""  # system message of an episode
     dtype: str = "float32"  # that both sides compute in, over weights in float32
     speed_bar: float | None = None  # completions per second, at least so many times TRL's; None: no bar
     memory_bar: float | None = None  # peak memory, at most this share of TRL's
 
 
-def shape(
+def sizes_of(
     vocabulary: int, hidden: int, layers: int, heads: int, intermediate: int, positions: int, kv_heads: int = 0
-) -> tiny_model.Shape:
+) -> models.Sizes:
     """A Qwen2's sizes; without `kv_heads` as many key and value heads as others."""
-    sizes = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads or heads}
-    return tiny_model.Shape(vocabulary=vocabulary, **sizes, intermediate=intermediate, positions=positions)
+    attention = {"heads": heads, "kv_heads": kv_heads or heads}
+    mlp = {"hidden": hidden, "layers": layers, "intermediate": intermediate}
+    return models.Sizes(vocabulary=vocabulary, positions=positions, **attention, **mlp)
 
 
 # Qwen2.5-0.5B's shape is for a card, in bfloat16; TRL takes 32 rows at once, more do not fit.
-HALF_B = Work(shape(151_936, 896, 24, 14, 4864, 1024, 2), 32, 16, 128, 512, 32_768, 2**27, 32, dtype="bfloat16")
-CALCULATOR = Work(shape(276, 128, 2, 4, 384, 160), 16, 16, 0, 64, warm_start=CALLS(steps=150), speed_bar=2.5)
+HALF_B = Work(sizes_of(151_936, 896, 24, 14, 4864, 1024, 2), 32, 16, 128, 512, 32_768, 2**27, 32, dtype="bfloat16")
+CALCULATOR = Work(sizes_of(276, 128, 2, 4, 384, 160), 16, 16, 0, 64, warm_start=150, speed_bar=2.5)
 SCALES = {
-    "tiny": Work(shape(352, 32, 1, 2, 64, 128), 2, 4, 0, 4),
-    "arithmetic": Work(shape(352, 128, 2, 4, 512, 128), 32, 16, 0, 9, speed_bar=2.5),
-    "small": Work(shape(32_000, 384, 8, 6, 1024, 256), 8, 8, 64, 128, 2048, 2**26, speed_bar=3.0, memory_bar=1 / 3),
+    "tiny": Work(sizes_of(352, 32, 1, 2, 64, 128), 2, 4, 0, 4),
+    "arithmetic": Work(sizes_of(352, 128, 2, 4, 512, 128), 32, 16, 0, 9, speed_bar=2.5),
+    "small": Work(sizes_of(32_000, 384, 8, 6, 1024, 256), 8, 8, 64, 128, 2048, 2**26, speed_bar=3.0, memory_bar=1 / 3),
     "0.5b": HALF_B._replace(speed_bar=3.0),
-    "calculator_tiny": Work(shape(276, 32, 1, 2, 64, 160), 2, 4, 0, 64, warm_start=CALLS(steps=2)),
+    "calculator_tiny": Work(sizes_of(276, 32, 1, 2, 64, 160), 2, 4, 0, 64, warm_start=2),
     "calculator": CALCULATOR,
     "calculator_described": CALCULATOR._replace(
-        shape=shape(276, 128, 2, 4, 384, 512), warm_start=CALLS(steps=400), instructions=DESCRIPTION
+        sizes=sizes_of(276, 128, 2, 4, 384, 512), warm_start=400, instructions=DESCRIPTION
     ),
 }
 
@@ -75,7 +77,7 @@ def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     shared = work._asdict()
-    del shared["shape"], shared["warm_start"]
+    del shared["sizes"], shared["warm_start"]
     return shared | {
         "model": str(folder / "model"),
         "prompts_file": str(folder / "prompts.jsonl"),
@@ -94,10 +96,12 @@ def make_random(work: Work, count: int, folder: Path) -> list[str]:
     """Write a model with random weights and so many distinct prompts, which are returned."""
     key, task = prng.key(0, device="cpu"), arithmetic.task(max_value=5, operations=3, test_size=128)
     text_key, prompt_key = prng.fold_in(key, 1), prng.fold_in(key, 2)
-    texts = [words(text_key, WORDS)] if work.prompt_tokens else arithmetic.corpus(task, text_key, 4000)
-    tokenizer = tiny_model.train_tokenizer(texts, vocabulary=min(TOKENS, work.shape.vocabulary))
-    model = tiny_model.random_model(work.shape, seed=0, eos=tokenizer.eos_token_id)
-    hf.export(model, tokenizer, folder / "model")
+    lessons = models.word_problem_lessons(0, task=lambda: task, worked_share=0.0)
+    texts = [words(text_key, WORDS)] if work.prompt_tokens else [*lessons.texts]
+    tokenizer = models.train_tokenizer(texts, vocabulary=min(TOKENS, work.sizes.vocabulary))
+    config = work.sizes.config()
+    config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+    hf.export(models.random_model(config, seed=0), tokenizer, folder / "model")
     prompts: dict[str, None] = {}
     number = 0
     while len(prompts) < count:
@@ -123,21 +127,12 @@ def words(key: torch.Tensor, count: int) -> str:
 
 def make_calls(work: Work, count: int, folder: Path) -> list[str]:
     """Write a model that calls the calculator and so many questions; returns the texts that episodes begin with."""
-    recipe = tiny_tool_model.ToolRecipe(
-        max_value=MAX_VALUE,
-        test_size=HELD_OUT,
-        instructions=work.instructions,
-        before="\n",
-        after="\n",
-        shape=work.shape,
-        initializer_range=0.07,  # that of gin/run/calculator.gin
-        warm_start=work.warm_start,
-        seed=0,
-        cache=str(folder),
-    )
+    calls = partial(models.calculator_lessons, task=QUESTIONS, tool_share=1.0, instructions=work.instructions)
+    sizes = replace(work.sizes, initializer_range=0.07)  # that of gin/run/calculator.gin
+    recipe = models.TinyModel(**asdict(sizes), lessons=calls, steps=work.warm_start, rows=16, seed=0)
     device, report = "cuda" if torch.cuda.is_available() else "cpu", partial(print, file=sys.stderr, flush=True)
-    tiny_tool_model.make_tool_model(recipe, folder / "model", device=device, report=report)
-    task, key = calculation.task(max_value=MAX_VALUE, test_size=HELD_OUT), prng.key(1, device="cpu")
+    models.make_model(recipe, folder / "model", device=device, report=report)
+    task, key = QUESTIONS(), prng.key(1, device="cpu")
     questions = list(dict.fromkeys(task.train(key, uid).prompt for uid in range(2 * count)))[:count]
     system = [{"role": "system", "content": work.instructions}] if work.instructions else []
     chats = [{"prompt": [*system, {"role": "user", "content": question}]} for question in questions]

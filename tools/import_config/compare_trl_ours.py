@@ -14,6 +14,7 @@ from torch.func import grad_and_value
 from torch.utils._pytree import tree_map_only
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from experiments.tiny import models
 from grpo_fn.algo.credit import ScoredStep, token_advantages
 from grpo_fn.algo.step import UNMOVED, Algorithm, from_trainer, learning_rows
 from grpo_fn.config import freeze, load_config
@@ -21,7 +22,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import count, outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Groups, Rollout
-from grpo_fn.shell.model import hf, tiny_model
+from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.functional import FunctionalPolicy
 
 PROMPTS, GROUP, LONGEST, FIRST = 8, 4, 8, 100  # FIRST: the token that opens row 0; each row has its own
@@ -59,7 +60,7 @@ CASES = [*{case.name: case for grid in GRIDS["grids"] for case in cases_of(grid)
 def samples(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     """A small model in float64, and rows of every length with another engine's log-probs and rewards."""
     draw = torch.Generator().manual_seed(0)
-    tokenizer = tiny_model.byte_tokenizer(chat=False)
+    tokenizer = models.byte_tokenizer(chat=False)
     end = tokenizer.eos_token_id
     torch.manual_seed(0)
     config = Qwen2Config(

@@ -69,7 +69,7 @@ class Usage:
         self.arguments: dict[Hashable, set[str]] = defaultdict(set)  # keyword arguments that the program passes
         self.scopes: dict[tuple[Hashable, str], set[str]] = defaultdict(set)  # in which some file binds a knob
         for bindings in (parse_gin([str(path)], []) for path in sorted(GIN.rglob("*.gin"))):
-            self.targets.update(functions(bindings))
+            self.targets |= {target for target in functions(bindings) if target.__module__.startswith("grpo_fn.")}
             named = nested_references([*bindings.knobs.values(), bindings.macros])
             self.calls |= {one.target for one in named if isinstance(one, Reference) and one.call}
             for (scope, owner), values in bindings.knobs.items():

@@ -17,7 +17,7 @@ from grpo_fn.shell.atomic_io import check_space, write_bytes, write_json
 
 FOLDERS = ("tensorboard", "rollouts", "checkpoints")
 MARKER = "run.json"
-SEED_KNOBS = ("train.train.seed", "tiny_model.Recipe.seed")  # what a configuration is repeated over
+SEED_KNOBS = ("train.train.seed", "models.TinyModel.seed")  # what a configuration is repeated over
 LOCK = "run.lock"
 SHOWN = 10
 

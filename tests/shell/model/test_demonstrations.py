@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 
+from experiments.tiny import models
 from grpo_fn.core.conversation import Conversation
 from grpo_fn.core.problem import COMPLETION, Problem
-from grpo_fn.shell.model import demonstrations, hf, tiny_model
+from grpo_fn.shell.model import demonstrations, hf
 
-CHAT, BARE = tiny_model.byte_tokenizer(chat=True), tiny_model.byte_tokenizer(chat=False)
+CHAT, BARE = models.byte_tokenizer(chat=True), models.byte_tokenizer(chat=False)
 HOWS = {f.__name__: f for f in (demonstrations.last_turn, demonstrations.assistant_turns, demonstrations.every_token)}
 texts = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=12)
 
@@ -76,14 +77,14 @@ def test_a_system_turn_of_the_run_is_read_too() -> None:
 
 
 def with_template(template: str):
-    tokenizer = tiny_model.byte_tokenizer(chat=True)
+    tokenizer = models.byte_tokenizer(chat=True)
     tokenizer.chat_template = template
     return tokenizer
 
 
-COUNTS = "{{ messages | length }}" + tiny_model.CHAT_TEMPLATE  # as one that dates or numbers what it renders
-SHORTENS = tiny_model.CHAT_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
-ENDLESS = tiny_model.CHAT_TEMPLATE.replace("<|im_end|>", "")
+COUNTS = "{{ messages | length }}" + models.CHAT_TEMPLATE  # as one that dates or numbers what it renders
+SHORTENS = models.CHAT_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
+ENDLESS = models.CHAT_TEMPLATE.replace("<|im_end|>", "")
 
 
 @pytest.mark.parametrize(

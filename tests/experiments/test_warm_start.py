@@ -10,19 +10,19 @@ from policies import local
 from steps import silent, unasked
 from torch import nn
 
+import grpo_fn
+from experiments.tiny import models
 from grpo_fn.algo import supervised
 from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core.problem import COMPLETION, Problem
 from grpo_fn.core.types import Rollout
-from grpo_fn.shell import warm_start
-from grpo_fn.shell.model import demonstrations, hf, tiny_model, tiny_tool_model
+from grpo_fn.shell.model import demonstrations, hf
 from grpo_fn.shell.policy import optimizer
-from grpo_fn.shell.source_hash import imported_sources
 
-BARE = tiny_model.byte_tokenizer(chat=False)
+BARE = models.byte_tokenizer(chat=False)
 PAIRS = [("1+1=", "2"), ("12+30=", "42, I think"), ("7", "7"), ("2-2=", "nothing")]
 STEPS, ROWS = 5, 2
-PLAN = tiny_model.WarmStart(steps=STEPS, rows=ROWS, lr=3e-3, worked_share=0.0)
+LR = 3e-3
 
 
 class Idle:
@@ -46,11 +46,11 @@ def warm_started() -> nn.Module:
     """The model after a warm start on the pairs."""
     made = model()
     rows = ([(asked, False), (answer, True)] for asked, answer in map(pair, range(STEPS * ROWS)))
-    warm_start.train_supervised(made, BARE, rows, PLAN, report=lambda line: None)
+    models.warm_start(made, BARE, rows, steps=STEPS, batch_rows=ROWS, report=lambda line: None)
     return made
 
 
-def given_of(problems: list[Problem]) -> Rollout:
+def rollout_of(problems: list[Problem]) -> Rollout:
     how = {"demonstration": demonstrations.last_turn, "encode": hf.bare_prompt}
     return demonstrations.given_rollout(problems, tokenizer=BARE, device=torch.device("cpu"), **how)
 
@@ -62,7 +62,7 @@ def test_a_warm_start_and_a_supervised_stage_give_the_same_weights_from_the_same
         trained,
         temperature=1.0,
         micro_tokens=10**6,
-        optimizer=partial(optimizer.adamw, lr=PLAN.lr, **warm_start.ADAMW),
+        optimizer=models.ADAMW,
         schedule=partial(optimizer.linear_decay, warmup=STEPS // 20, total=STEPS, final=0.1),
     )
 
@@ -70,8 +70,8 @@ def test_a_warm_start_and_a_supervised_stage_give_the_same_weights_from_the_same
         shown = [(index, *pair(index)) for index in range(first, first + number)]
         return [Problem(index, asked, answer, {COMPLETION: answer}) for index, asked, answer in shown]
 
-    stage = supervised.Stage(objective=warm_start.CROSS_ENTROPY, prompts=ROWS)
-    carried, how = AT_THE_START, {"algo": stage, "given": given_of, "span": silent}
+    stage = supervised.Stage(objective=models.CROSS_ENTROPY, prompts=ROWS)
+    carried, how = AT_THE_START, {"algo": stage, "given": rollout_of, "span": silent}
     for _ in range(STEPS):
         _, carried, _ = supervised.supervised_step(policy, Idle(), stream, carried, **how)
     assert carried.drawn == STEPS * ROWS
@@ -88,7 +88,7 @@ def test_a_warm_start_is_a_plain_loop_over_the_models_own_loss() -> None:
         {"params": [p for p in made.parameters() if p.ndim >= 2], "weight_decay": 0.01},
         {"params": [p for p in made.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    adam = torch.optim.AdamW(groups, lr=PLAN.lr, betas=(0.9, 0.99), eps=1e-8)
+    adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99), eps=1e-8)
     for step in range(STEPS):
         rows = [pair(step * ROWS + n) for n in range(ROWS)]
         texts = [[BARE(text)["input_ids"] for text in row] for row in rows]
@@ -100,7 +100,7 @@ def test_a_warm_start_is_a_plain_loop_over_the_models_own_loss() -> None:
             labels[b, len(asked) : len(asked) + len(answer) + 1] = torch.tensor([*answer, eos])
         made(input_ids=ids, labels=labels).loss.backward()
         for group in adam.param_groups:
-            group["lr"] = PLAN.lr * (1.0 - 0.9 * step / STEPS)
+            group["lr"] = LR * (1.0 - 0.9 * step / STEPS)
         adam.step()
         adam.zero_grad()
     for name, x in warm_started().state_dict().items():
@@ -108,26 +108,42 @@ def test_a_warm_start_is_a_plain_loop_over_the_models_own_loss() -> None:
         torch.testing.assert_close(made.state_dict()[name], x, rtol=0, atol=2e-5, msg=name)
 
 
-def test_what_a_warm_start_runs_is_among_the_sources_of_each_recipe():
-    """Found by running one: each file of the package whose code an update of it enters."""
-    root = str(Path(tiny_model.__file__).parents[2])
+def test_what_a_warm_start_runs_is_among_the_sources_of_a_model():
+    """Run one, and look at each file of the package whose code an update of it enters."""
+    root = str(Path(grpo_fn.__file__).parent)
     entered = set()
 
     def note(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(root):
             entered.add(Path(frame.f_code.co_filename))
 
-    shape = tiny_model.Shape(
-        vocabulary=len(BARE), hidden=8, layers=1, heads=1, kv_heads=1, intermediate=8, positions=16
-    )
-    made = tiny_model.random_model(shape, seed=0, eos=0)
-    plan = tiny_model.WarmStart(steps=1, rows=1, lr=1e-3, worked_share=0.0)
+    sizes = models.Sizes(vocabulary=len(BARE), positions=16, hidden=8, layers=1, heads=1, kv_heads=1, intermediate=8)
+    model = models.random_model(sizes.config(), seed=0)
+    rows = iter([[("1+1=", False), ("2", True)]])
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        warm_start.train_supervised(made, BARE, iter([[("1+1=", False), ("2", True)]]), plan, report=lambda _: None)
+        models.warm_start(model, BARE, rows, steps=1, batch_rows=1, report=lambda _: None)
     finally:
         sys.setprofile(before)
     assert {path.name for path in entered} > {"metrics.py", "step.py", "supervised.py", "optimizer.py"}
-    for recipe in (tiny_model, tiny_tool_model):
-        assert entered <= set(imported_sources([recipe.__name__]).values())
+    assert entered <= {*models.source_files()}
+
+
+def test_the_warm_start_lowers_the_loss_and_leaves_prompts_alone():
+    tokenizer = models.train_tokenizer(["How many? \\boxed{7}"] * 9, vocabulary=262)
+    eos = tokenizer.eos_token_id
+    rows = [[("How many?", False), ("7", True)], [("How?", False), ("77", True)]]
+    rollout = models.tokenized_rows(rows, tokenizer, torch.device("cpu"))
+    assert rollout.text == ("How many?7", "How?77")
+    for row, (prompt, answer) in enumerate((("How many?", "7"), ("How?", "77"))):
+        p, a = (tokenizer(text)["input_ids"] for text in (prompt, answer))
+        assert rollout.tokens[row].tolist()[: len(p + a) + 1] == [*p, *a, eos]
+        learned = range(len(p), len(p + a) + 1)
+        assert rollout.mask[row].nonzero().flatten().tolist() == [*learned]
+    sizes = models.Sizes(vocabulary=262, positions=96, hidden=32, layers=1, heads=2, kv_heads=1, intermediate=48)
+    lines: list[str] = []
+    model = models.random_model(sizes.config(), seed=0)
+    models.warm_start(model, tokenizer, iter(rows * 300), steps=300, batch_rows=2, report=lines.append)
+    assert len(lines) == 3
+    assert lines[-1].startswith("[warm start] step 300/300 loss 0.0")
