@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import pytest
+import test_fsdp_ranks as ranks
 import torch
 from crew import crew
 from fakes import _filled, _sizes
@@ -29,23 +30,21 @@ from test_fsdp import (
 from test_fsdp import tokens_and_mask as drawn
 from test_fsdp_ranks import (
     ADAPTERS,
-    KEY,
     STEP,
     TEMPERATURE,
     UNSHRUNK,
     Collectives,
     Meshed,
     alike,
-    enlivened,
     gathered_grads,
-    unmoved,
+    policy_of,
+    spec_of,
     weights_of,
 )
 from test_fsdp_ranks import whole_model as on_one
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -65,12 +64,10 @@ from grpo_fn.core.types import Batch
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.model import blocks, hf, lora
-from grpo_fn.shell.model.logprob_model import LogprobModel
-from grpo_fn.shell.model.packed_input import pack_shared_prompts
 from grpo_fn.shell.policy import mesh
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, full_tensor
 from grpo_fn.shell.policy.functional import FunctionalPolicy
-from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
+from grpo_fn.shell.policy.load_and_shard import load_and_shard
 from grpo_fn.shell.policy.optimizer import adamw
 from grpo_fn.shell.world import World
 
@@ -217,35 +214,14 @@ def tolerance(folders: Path, model: str, adapted: bool, which: str, seed: int, r
 
 def built(world: World, folder: str, case: Case, *, reference: bool = False, limit: float = 1e9, eps: float = 1e-8):
     """The policy, put in place as `train` does it."""
-    placing = ModelSpec(
-        folder=folder,
-        config=AutoConfig.from_pretrained(folder),
-        dtype=torch.float32,
+    spec = replace(
+        spec_of(folder, ranks.Case(case.model, "full_shard")),
         attention=ATTENTION.get(case.model, "sdpa"),
         adapters=replace(ADAPTERS, dropout=case.dropout) if case.adapted else None,
-        logprob_model=partial(
-            LogprobModel, temperature=TEMPERATURE, logits_chunk_elements=3 * V, input_packing=pack_shared_prompts
-        ),
         parallelism=scale_of(case),
-        key=KEY,
     )
-    placed = load_and_shard(world, placing, reference=reference, teachers={})
-    enlivened(placed.logprob_model.model)
-    return FSDPPolicy(
-        placed.logprob_model,
-        world=world,
-        data=placed.data,
-        reference_model=placed.reference_model,
-        dropout_modules=placed.dropout_modules,
-        seed=0,
-        micro_tokens=30,
-        min_micro_batches=1,
-        optimizer=partial(adamw, **STEP, eps=eps),
-        schedule=unmoved,
-        loss_scale=None,
-        initial_scale=1.0,
-        max_grad_norm=limit,
-    )
+    placed = load_and_shard(world, spec, reference=reference, teachers={})
+    return policy_of(world, placed, optimizer=partial(adamw, **STEP, eps=eps), max_grad_norm=limit)
 
 
 def one_step(
