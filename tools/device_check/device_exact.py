@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from device_parts import Bench, built, distance, forget, full_float32, objective, peak, require
+from device_parts import Bench, built, distance, forget, full_float32, grpo_objective, peak, require
 from device_runner import Figure, Setting
 from device_shapes import MIDDLE, QWEN, folder, sized
 from torch import Tensor
@@ -27,7 +27,7 @@ from grpo_fn.shell.process import use_deterministic_kernels
 TEMPERATURE = 0.7
 SPREAD = 0.05  # of the weights: far enough from a fresh model's that every nonlinearity matters
 CPU = torch.device("cpu")
-OBJECTIVE = objective(0.1, 0.01)
+OBJECTIVE = grpo_objective(0.1, 0.01)
 
 
 # -- random bits

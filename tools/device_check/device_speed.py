@@ -4,7 +4,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
-from device_parts import Bench, built, forget, most_held, objective, require, seconds
+from device_parts import Bench, built, forget, grpo_objective, most_held, require, seconds
 from device_runner import Figure, Setting
 from device_shapes import QWEN, Shape, Work, folder, sized
 
@@ -55,7 +55,7 @@ def train(setting: Setting, *, size: str, compiled: bool = False) -> list[Figure
     batch = made_up(setting, shape, work)
     logp = bench.policy.logp(rows_as_rollout(batch))
     batch = batch._replace(logp_old=logp, logp_ref=logp, logp_sampled=logp)
-    term = Term(batch, objective(0.0, 0.0), 1.0, sampled=True)
+    term = Term(batch, grpo_objective(0.0, 0.0), 1.0, sampled=True)
     step = partial(update, bench.policy, [term], UNMOVED, own_pass=False)
     learned = step()  # compiles, makes the moments
     require(learned.update["loss/grad_norm"] > 0, "training: got no gradient")
