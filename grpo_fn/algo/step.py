@@ -79,6 +79,11 @@ class Term(NamedTuple):
     share: float = 0.0  # of the step, taken from the weight of the sampled rows
     sampled: bool = False  # by the policy; the others are given
 
+    def loss(self, scores: Scores, *, batch: Batch, totals: Totals, gains: Gains) -> tuple[Tensor, dict[str, Tensor]]:
+        """weight * objective of a micro-batch, a scalar, and the objective's diagnostics of each token, [B, T]."""
+        value, diagnostics = objective_value(self.objective, scores, batch, totals, gains)
+        return self.weight * value, diagnostics
+
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
@@ -259,8 +264,8 @@ def update(policy: Policy, terms: Sequence[Term], gains: Gains, *, own_pass: boo
     Returns:
         The sum's value, statistics of its tokens, and the first term's rows as they were compared.
     """
-    value, figures, sampled_figures = 0.0, [], []
-    batch, ratios = terms[0].batch, [terms[0].batch.adv.new_zeros(0)]
+    batch = terms[0].batch
+    value, figures, mismatches, ratios = 0.0, [], [], [batch.adv.new_zeros(0)]
     parts = [(term, count(term.batch), rows) for term in terms for rows in policy.split_rows(term.batch)]
     policy.set_accumulation_steps(len(parts))
     for term, totals, rows in parts:
@@ -268,24 +273,16 @@ def update(policy: Policy, terms: Sequence[Term], gains: Gains, *, own_pass: boo
         scores, pullback = policy.vjp(micro)  # log pi_theta
         if own_pass:
             micro = micro._replace(logp_old=scores.logp.detach())
-        loss = partial(weighted_objective, term=term, batch=micro, totals=totals, gains=gains)
+        loss = partial(term.loss, batch=micro, totals=totals, gains=gains)
         signal, (part, diagnostics) = grad_and_value(loss, has_aux=True)(scores)
         pullback(signal)  # theta.grad += J^T dlogp
         value += float(part)  # the only wait for the device
-        tokens = metrics.of_tokens(scores, micro, diagnostics) if term.sampled else diagnostics
-        figures.append(metrics.diagnose(micro, tokens))
         if term.sampled:
-            sampled_figures.append(metrics.mismatch(scores.logp - micro.logp_sampled, micro.mask))
-            ratios.append(tokens["ratio"].detach()[micro.mask].to(batch.adv.dtype))
+            diagnostics = metrics.of_tokens(scores, micro, diagnostics)
+            mismatches.append(metrics.mismatch(scores.logp - micro.logp_sampled, micro.mask))
+            ratios.append(diagnostics["ratio"].detach()[micro.mask].to(batch.adv.dtype))
+        figures.append(metrics.diagnose(micro, diagnostics))
         if own_pass and term is terms[0]:
             batch = batch._replace(logp_old=scatter_rows(batch.logp_old, rows, micro.mask, micro.logp_old))
-    merged = (metrics.merge_all(figures), metrics.merge_all(sampled_figures))
-    return metrics.UpdateResult(value, *merged, torch.cat(ratios), policy.update(), batch, len(parts))
-
-
-def weighted_objective(
-    scores: Scores, *, term: Term, batch: Batch, totals: Totals, gains: Gains
-) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "B T"]]]:
-    """weight * objective of a micro-batch, a scalar, and the objective's diagnostics of each token, [B, T]."""
-    value, diagnostics = objective_value(term.objective, scores, batch, totals, gains)
-    return term.weight * value, diagnostics
+    stats, mismatch = metrics.merge_all(figures), metrics.merge_all(mismatches)
+    return metrics.UpdateResult(value, stats, mismatch, torch.cat(ratios), policy.update(), batch, len(parts))

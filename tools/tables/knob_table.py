@@ -29,7 +29,7 @@ GIN = ROOT / "gin"
 # Packages of which a gin file may name any function that can stand in the place of one that our files name.
 CATALOGUE = ("algo", "environments", "rewards", "tasks")
 # Such functions that are the program's own: it wraps what a gin file names in them.
-INTERNAL = {"sample_and_follow", "weighted_objective"}
+INTERNAL = {"sample_and_follow"}
 Target = Callable[..., Any]
 
 
