@@ -1,32 +1,21 @@
-"""Invariants of every weighting, and the formulas of the papers."""
+"""What a token weighs, by the formulas of the papers. Invariants are in test_invariants.py."""
 
 from functools import partial
 
 import hypothesis.strategies as st
-import pytest
 import torch
-from catalogue import bound, each
 from hypothesis import given
 from strategies import masks
 
 from grpo_fn.algo import objective
 from grpo_fn.core.batch import count
-from grpo_fn.testing import aggregations
 from grpo_fn.testing.aggregations import MASKS, masked_rows
-
-ALL = bound(objective, "batch", "totals")
 
 
 def weights(f, mask, groups=1):
     """Of a step that is these rows."""
     batch = masked_rows(mask, groups)
     return f(batch, count(batch))
-
-
-@each(ALL)
-@pytest.mark.parametrize("invariant", aggregations.INVARIANTS, ids=lambda invariant: invariant.__name__)
-def test_holds_what_every_weighting_holds(f, invariant):
-    invariant(f)
 
 
 @given(MASKS)

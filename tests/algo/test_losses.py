@@ -1,4 +1,4 @@
-"""Invariants of every token loss, and the formulas of the papers."""
+"""Token losses: what they say of their clips, and the formulas of the papers. Invariants are in test_invariants.py."""
 
 import math
 from functools import partial
@@ -22,11 +22,8 @@ ALL = token_losses()
 PENALISED = {name for name, f in ALL.items() if f.keywords.get("kappa") or {"coef", "beta"} & set(f.keywords)}
 # One ratio for the whole row: a token's loss moves with every logp of the row.
 WHOLE_ROW = {"sequence_ratio", "gmpo"}
-SEQUENCE = {"sequence_ratio", "sequence_ratio_token"}
-REINFORCE_PER_TOKEN = {name.split("(")[0] for name in ALL} - WHOLE_ROW - {"clip_cov", "masked_ratio"}
 COSTLY = settings(max_examples=quarter())  # of each loss at each setting
 NEVER_CLIPS = {"reinforce", "cispo", "sapo", "kl_cov", "masked_ratio", "vespo", "dro"}
-UNPENALISED = {name: f for name, f in ALL.items() if name not in PENALISED}
 
 FUTURE = partial(partial, losses.future_weighted, clip_low=0.2, clip_high=0.28, cap=None, weight_high=1.2, safety=4.0)
 
@@ -55,13 +52,6 @@ def example(log_r, adv, mask=None, logp=-2.0, selected=None) -> tuple[torch.Tens
 
 
 @each(ALL)
-@pytest.mark.parametrize("invariant", generic.INVARIANTS, ids=lambda invariant: invariant.__name__)
-def test_holds_what_every_token_loss_holds(f, invariant):
-    with profile(max_examples=quarter()):
-        invariant(f)
-
-
-@each(ALL)
 @COSTLY
 @given(loss_rows())
 def test_a_loss_of_the_package_reports_its_ratio_and_its_clips(f, row):
@@ -79,18 +69,6 @@ def test_the_loss_of_a_clipped_token_is_moved_by_no_logp_except_through_a_penalt
     clipped = sum(f(logp, row)[1][side] for side in ("clip_low", "clip_high")) > 0
     with_advantage, without = (jacrev(lambda x, r=r: f(x, r)[0])(logp) for r in (row, one_advantage(row, 0.0)))
     assert torch.equal(with_advantage[clipped], without[clipped])
-
-
-@each(ALL)
-@COSTLY
-@given(loss_rows())
-def test_the_logp_of_a_clipped_token_moves_nothing_except_a_penalty(f, row):
-    """Column t of the Jacobian: the gradient that reaches the policy. One A a row, where it is shared by all."""
-    logp, row = row
-    if f.func is losses.sequence_ratio:
-        row = one_advantage(row, row.adv[0].item())
-    clipped = sum(f(logp, row)[1][side] for side in ("clip_low", "clip_high")) > 0
-    assert torch.equal(loss_gradient(f, logp, row)[clipped], loss_gradient(f, logp, one_advantage(row, 0.0))[clipped])
 
 
 @each(ALL, only={"clipped_ratio", "dual_clip"})
@@ -112,25 +90,6 @@ def test_some_take_no_gradient_away(f, row):
     assert not aux["clip_high"].any()
 
 
-@each(UNPENALISED)
-@COSTLY
-@given(loss_rows(drift=20.0))
-def test_without_advantage_there_is_nothing_to_learn(f, row):
-    row = (row[0], one_advantage(row[1], 0.0))
-    assert (f(*row)[0] == 0).all()
-    assert (loss_gradient(f, *row) == 0).all()
-
-
-@each(ALL)
-@COSTLY
-@given(loss_rows(drift=0.0))
-def test_on_policy_without_advantage_there_is_nothing_to_learn(f, row):
-    """A penalty on the distance costs nothing where there is none."""
-    row = (row[0], one_advantage(row[1], 0.0))
-    assert (f(*row)[0] == 0).all()
-    assert (loss_gradient(f, *row) == 0).all()
-
-
 @each({name: f for name, f in ALL.items() if name in PENALISED})
 @COSTLY
 @given(loss_rows())
@@ -139,21 +98,6 @@ def test_a_penalty_is_never_a_reward(f, row):
     assert (f(logp, row)[0] >= 0).all()
     base = row.logp_old if f.func in (losses.kl_cov, losses.dro) else row.logp_sampled
     assert (loss_gradient(f, logp, row)[row.mask] * (logp - base)[row.mask] >= 0).all()
-
-
-@each(ALL, only=REINFORCE_PER_TOKEN)
-@COSTLY
-@given(loss_rows(drift=0.0))
-def test_on_policy_the_gradient_is_that_of_reinforce(f, row):
-    exactly(loss_gradient(f, *row), -row[1].adv * row[1].mask)
-
-
-@each(ALL, only=WHOLE_ROW)
-@COSTLY
-@given(loss_rows(drift=0.0), st.floats(-3, 3))
-def test_on_policy_the_gradient_is_that_of_reinforce_for_one_advantage_a_row(f, row, adv):
-    logp, row = row[0], one_advantage(row[1], adv)
-    exactly(loss_gradient(f, logp, row), -row.adv * row.mask)
 
 
 @each(ALL, only={"clip_cov", "masked_ratio"})

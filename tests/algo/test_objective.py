@@ -2,12 +2,11 @@
 
 import math
 from functools import partial
-from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import GARBAGE, UNMOVED, batches, one_row, scores, totals, with_garbage, with_padding
+from batches import GARBAGE, UNMOVED, batches, one_row, scores, totals
 from catalogue import AROUND_THE_SAMPLER, all_corrections, bound, token_losses
 from hypothesis import given
 from torch.func import grad_and_value, vmap
@@ -71,37 +70,6 @@ def test_the_objective_is_a_sum_over_rows_also_when_b_equals_t(f, data):
         token = token - f.keywords["entropy_bonus"] * torch.where(row.mask, scores(x).entropy, 0.0)
         wanted += sum((w * t).item() for w, t in zip(weight[b], token, strict=True))
     assert learn(f, logp, batch)[1].item() == pytest.approx(wanted, rel=1e-12, abs=1e-12)
-
-
-@given(objectives, batches(), st.data())
-def test_splitting_into_micro_batches_changes_neither_loss_nor_gradient(f, data, draw):
-    logp, batch = data
-    cuts = sorted({0, len(logp), *draw.draw(st.lists(st.integers(0, len(logp)), max_size=3))})
-    parts = [slice(a, b) for a, b in pairwise(cuts)]
-    whole, value, aux = learn(f, logp, batch)
-    micro = [learn(f, logp[s], Batch(*(x[s] for x in batch)), totals(batch)) for s in parts]
-    exactly(torch.cat([signal for signal, _, _ in micro]), whole)
-    exactly(sum(v for _, v, _ in micro), value)
-    for name, x in aux.items():
-        exactly(torch.cat([seen[name] for _, _, seen in micro]), x)
-
-
-@given(objectives, batches(), st.integers(1, 3))
-def test_padding_columns_change_nothing(f, data, extra):
-    signal, value, _ = learn(f, *data)
-    wide, same, _ = learn(f, *with_padding(*data, extra))
-    exactly(wide[:, :-extra], signal)
-    exactly(same, value)
-    assert (wide[:, -extra:] == 0).all()
-
-
-@given(objectives, batches(), st.sampled_from(GARBAGE))
-def test_garbage_behind_the_mask_reaches_neither_loss_nor_gradient(f, data, garbage):
-    signal, value, _ = learn(f, *data)
-    dirty, same, _ = learn(f, *with_garbage(*data, garbage))
-    assert torch.equal(dirty, signal)
-    assert torch.equal(same, value)
-    assert (signal[~data[1].mask] == 0).all()
 
 
 @given(objectives, batches(), st.sampled_from(GARBAGE))
@@ -220,32 +188,6 @@ def test_a_token_loss_of_another_shape_or_kind_is_refused_by_name(loss, message)
     f = composed(next(iter(LOSSES)), "None", next(iter(KLS)), next(iter(WEIGHTS)), 0.0, 0.0)
     with pytest.raises(ValueError, match=r"objective\.policy_objective\.token_loss: " + message):
         f(scores(logp), batch, totals(batch), UNMOVED, token_loss=loss)
-
-
-@given(objectives, batches())
-def test_beta_weighs_the_penalty_linearly(f, data):
-    """signal(beta) = signal(0) + beta (signal(1) - signal(0))."""
-    zero, one = (learn(partial(f, beta=b), *data)[0] for b in (0.0, 1.0))
-    torch.testing.assert_close(learn(partial(f, beta=0.3), *data)[0], zero + 0.3 * (one - zero), rtol=1e-9, atol=1e-9)
-
-
-@given(objectives, batches())
-def test_a_batch_without_a_sampled_token_teaches_nothing(f, data):
-    logp, batch = data
-    signal, value, _ = learn(f, logp, batch._replace(mask=torch.zeros_like(batch.mask)))
-    assert value == 0
-    assert (signal == 0).all()
-
-
-@given(objectives, batches(), st.randoms(use_true_random=False))
-def test_the_order_of_rows_does_not_matter(f, data, random):
-    logp, batch = data
-    order = list(range(len(logp)))
-    random.shuffle(order)
-    signal, value, _ = learn(f, logp, batch)
-    shuffled, same, _ = learn(f, logp[order], Batch(*(x[order] for x in batch)))
-    exactly(shuffled, signal[order])
-    exactly(same, value)
 
 
 def test_grpo_golden_step():

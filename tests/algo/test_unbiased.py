@@ -1,8 +1,8 @@
 """What the estimators estimate, by enumerating every outcome: no sampling, no tolerance for luck.
 
-The policy writes T = 2 tokens of V = 3, tabular: one row of logits for the first token, one for the second after each
-first. Expectations are finite sums over the 9 sequences, or over all groups of them, in float64. What is exact is
-proven here; how far off the rest is stands in docs/algorithms/bias.md, measured by tools/tables/bias_table.py.
+Expectations are sums over the 9 sequences of helpers/enumerated.py, or over all groups of them. These tests prove what
+is exact, test_invariants.py what holds for every KL; docs/algorithms/bias.md says how far off the rest is, as measured
+by tools/tables/bias_table.py.
 """
 
 from itertools import product
@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from catalogue import bound, each, token_losses
+from enumerated import FULL, SEQUENCES, V, expected, expected_in, logps, policy, token_kl
 from hypothesis import given, settings
 from torch import Tensor
 from torch.func import grad, vmap
@@ -25,43 +26,13 @@ from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Batch, Totals
 from grpo_fn.testing.steps import scored_step
 
-V = 3
-SEQUENCES = torch.tensor(list(product(range(V), repeat=2)))  # [9, 2]
-KLS = bound(objective, "logp", "row")
 ADVANTAGES = bound(advantage, "reward", "valid")
 LOSSES = token_losses()
 EOS = 0  # written first it ends the row: the second token is then not sampled
 ENDS_EARLY = torch.stack([torch.ones(9, dtype=torch.bool), SEQUENCES[:, 0] != EOS], dim=1)
-FULL = torch.ones(9, 2, dtype=torch.bool)
 
 seeds = st.integers(0, 2**31)
 FEW = settings(max_examples=max(2, settings.default.max_examples // 20))
-
-
-def policy(seed: int) -> Tensor:
-    """Logits [1 + V, V] of a random policy: row 0 for the first token, row 1 + a for the token after a."""
-    return torch.randn(1 + V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def logps(theta: Tensor) -> Tensor:
-    """log pi of both tokens of every sequence, [9, 2]."""
-    table = theta.log_softmax(-1)
-    return torch.stack([table[0][SEQUENCES[:, 0]], table[1 + SEQUENCES[:, 0], SEQUENCES[:, 1]]], dim=1)
-
-
-def token_kl(theta: Tensor, ref: Tensor, old: Tensor) -> Tensor:
-    """sum_t KL(pi(. | o_<t) || pi_ref(. | o_<t)), the prefixes drawn from pi_old and held fixed."""
-    p, q = theta.log_softmax(-1), ref.log_softmax(-1)
-    visits = torch.cat([torch.ones(1), old.log_softmax(-1)[0].exp()])
-    return (visits * (p.exp() * (p - q)).sum(-1)).sum()
-
-
-def expected(f, theta: Tensor, ref: Tensor, old: Tensor) -> Tensor:
-    """E over sequences of pi_old of the estimate summed over both tokens; the probabilities carry no gradient."""
-    logp_old, logp_ref = logps(old), logps(ref)
-    nothing = torch.zeros(9, 2, dtype=torch.float64)
-    batch = Batch(SEQUENCES, FULL, logp_old, logp_old, logp_ref, logp_ref, nothing, ~FULL, FULL.long())
-    return (logp_old.sum(-1).exp() * vmap(f)(logps(theta), batch).sum(-1)).sum()
 
 
 def exactly(got: Tensor, wanted: Tensor) -> None:
@@ -89,33 +60,11 @@ def test_learning_from_a_teachers_gap_alone_descends_the_reverse_kl_of_tokens(a,
 # -- KL
 
 
-@each(KLS, only={"k1_ratio", "k3", "k3_ratio"})
-@given(seeds, seeds)
-def test_on_policy_the_value_is_the_kl(f, a, b):
-    theta, ref = policy(a), policy(b)
-    exactly(expected(f, theta, ref, theta), token_kl(theta, ref, theta))
-
-
 @given(seeds, seeds)
 def test_k1_and_k3_have_the_same_expectation(a, b):
     theta, ref = policy(a), policy(b)
     k1 = (logps(theta).sum(-1).exp()[:, None] * (logps(theta) - logps(ref))).sum()
     exactly(expected(objective.k3, theta, ref, theta), k1)
-
-
-@each(KLS, only={"k1_ratio", "k3_ratio"})
-@given(seeds, seeds, seeds)
-def test_off_policy_value_and_gradient_are_the_kls(f, a, b, c):
-    theta, ref, old = policy(a), policy(b), policy(c)
-    exactly(expected(f, theta, ref, old), token_kl(theta, ref, old))
-    exactly(grad(expected_in(f, ref, old))(theta), grad(lambda x: token_kl(x, ref, old))(theta))
-
-
-@each(KLS, only={"k2", "k1_ratio", "k3_ratio"})
-@given(seeds, seeds)
-def test_on_policy_the_gradient_is_the_kls(f, a, b):
-    theta, ref = policy(a), policy(b)
-    exactly(grad(expected_in(f, ref, theta))(theta), grad(lambda x: token_kl(x, ref, theta))(theta))
 
 
 @given(seeds, seeds)
@@ -157,11 +106,6 @@ def test_k1_in_a_loss_teaches_nothing(a, b):
     theta, ref = policy(a), policy(b)
     got = grad(expected_in(lambda logp, row: logp - row.logp_ref, ref, theta))(theta)
     exactly(got, torch.zeros_like(theta))
-
-
-def expected_in(f, ref, old):
-    """The expectation as a function of theta alone."""
-    return lambda theta: expected(f, theta, ref, old)
 
 
 # -- policy gradient

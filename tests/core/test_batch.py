@@ -1,19 +1,15 @@
 """Rows survive every cut: minibatches and micro-batches hold the same rows and add up to the same objective."""
 
-from functools import partial
 from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import UNMOVED, batches, scores, split, totals
-from catalogue import bound
+from batches import batches, split
 from hypothesis import given
 from strategies import masks
 from torch import Tensor
-from torch.func import grad_and_value
 
-from grpo_fn.algo import corrections, losses, objective
 from grpo_fn.core.batch import (
     check_reward_shapes,
     check_rollout,
@@ -25,24 +21,8 @@ from grpo_fn.core.batch import (
     outcome_reward,
     tokens_of_group,
 )
-from grpo_fn.core.types import Batch, Rollout, Scores
+from grpo_fn.core.types import Batch, Rollout
 
-LOSSES, CORRECTIONS, KLS = (bound(module, "logp", "row") for module in (losses, corrections, objective))
-CORRECTIONS["None"] = None
-WEIGHTS = bound(objective, "batch", "totals")
-objectives = st.builds(
-    lambda loss, c, k, w, beta: partial(
-        objective.policy_objective,
-        token_loss=LOSSES[loss],
-        importance_correction=CORRECTIONS[c],
-        kl=KLS[k],
-        loss_aggregation=WEIGHTS[w],
-        beta=beta,
-        entropy_bonus=0.0,
-    ),
-    *(st.sampled_from(sorted(x)) for x in (LOSSES, CORRECTIONS, KLS, WEIGHTS)),
-    st.sampled_from([0.0, 0.3]),
-)
 budgets = st.tuples(st.one_of(st.integers(1, 8), st.integers(1, 30)), st.integers(1, 3))  # micro_tokens, devices
 
 
@@ -106,28 +86,6 @@ def test_no_two_neighbouring_micro_batches_could_be_one(drawn, budget):
         fullest = -(-(len(a.tokens) + 1) // budget[1])  # rows of a device, had `a` one more
         assert fullest > 1
         assert fullest * a.tokens.shape[1] > budget[0]
-
-
-@given(batches(), budgets, objectives)
-def test_the_sum_over_micro_batches_is_the_whole(drawn, budget, f):
-    logp, batch = drawn
-    batch = batch._replace(tokens=torch.arange(len(logp))[:, None].expand_as(batch.tokens))  # a row's number in it
-
-    def learn(x: Tensor, part: Batch) -> tuple[Scores, Tensor]:
-        signal, (value, _) = grad_and_value(partial(f, batch=part, totals=totals(batch), gains=UNMOVED), has_aux=True)(
-            scores(x)
-        )
-        return signal, value
-
-    wanted, whole = learn(logp, batch)
-    summed, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(logp)
-    for micro in split(batch, *budget):
-        rows, width = micro.tokens[:, 0], micro.tokens.shape[1]
-        signal, value = learn(logp[rows, :width], micro)
-        gradient[rows, :width] += signal.logp
-        summed = summed + value
-    torch.testing.assert_close(summed, whole, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, wanted.logp, rtol=1e-12, atol=1e-12)
 
 
 @given(batches(), budgets)
