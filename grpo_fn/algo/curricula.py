@@ -1,5 +1,7 @@
 """Curricula: which levels, parts or rows the next step asks, by how often the policy passed them.
 
+    returns   the curriculum; its metrics are under `curriculum/`
+
 An arm is what a curriculum chooses among: a level, a part of a mixture, or a row. A task with A arms numbers its stream
 so that problem `turn * A + arm` is the arm's own problem number `turn`; so a problem's uid says which arm it is of, and
 no two draws share a uid.
@@ -193,9 +195,6 @@ def uniform_arms(*, pass_rate: PassRate) -> Curriculum:
 
     Args:
         pass_rate: which samples pass; only shown in the metrics.
-
-    Returns:
-        The curriculum; its state is empty.
     """
     return Curriculum(
         start=_nothing,
@@ -211,15 +210,14 @@ def threshold_levels(
 ) -> Curriculum:
     """One level after another, in the order of the arms: the next one when the pass rate is `threshold` or more.
 
+    `curriculum/level` is the number of the level, from 0.
+
     Args:
         threshold: average pass rate of the level from which on the next one is asked, in (0, 1].
         decay: weight of the average before a step, in [0, 1).
         min_groups: problems of a level that are asked at least.
         review: share of the draws that goes to the levels before, all of them alike, in [0, 1).
         pass_rate: which samples pass.
-
-    Returns:
-        The curriculum; `curriculum/level` is the number of the level, from 0.
 
     Raises:
         ValueError: for numbers outside of these ranges.
@@ -250,9 +248,6 @@ def learnability_bandit(*, temperature: float, decay: float, floor: float, pass_
         floor: share of the draws that is spread over all arms alike, in [0, 1].
         pass_rate: which samples pass.
 
-    Returns:
-        The curriculum.
-
     Raises:
         ValueError: for numbers outside of these ranges, or a temperature that is not above 0.
     """
@@ -281,9 +276,6 @@ def progress_bandit(
         slow_decay: of the slow one, between `decay` and 1.
         floor: share of the draws that is spread over all arms alike, in [0, 1].
         pass_rate: which samples pass.
-
-    Returns:
-        The curriculum.
 
     Raises:
         ValueError: for numbers outside of these ranges, or a temperature that is not above 0.

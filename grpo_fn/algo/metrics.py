@@ -122,17 +122,11 @@ def of_advantage(adv: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"]) -> dict[
 def teacher_metrics(
     gap: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], sampled: Bool[Tensor, "B T"]
 ) -> dict[str, float]:
-    """How far the teacher is from the policy that sampled, before this step's update.
+    """How far the teacher is from the policy that sampled, before this step's update; gap = log pi_teacher - log pi_old.
 
-    Args:
-        gap: log pi_teacher - log pi_old of each token, [B, T], in nats.
-        mask: which tokens are learned from, [B, T].
-        sampled: which tokens were sampled, filters aside, [B, T].
-
-    Returns:
-        `teacher/reverse_kl`, the mean of -gap: the estimate of KL(pi_old || pi_teacher) a token that distillation
-        lowers; `teacher/gap_abs`, the mean of |gap|; `teacher/gap_min`, that of the token it likes least;
-        `teacher/rows_taught`, the share of all rows in which it disagrees with the policy about some token.
+    `teacher/reverse_kl`, the mean of -gap, in nats: the estimate of KL(pi_old || pi_teacher) a token that distillation
+    lowers; `teacher/gap_abs`, the mean of |gap|; `teacher/gap_min`, that of the token it likes least;
+    `teacher/rows_taught`, the share of all rows in which it disagrees with the policy about some token.
     """
     found = stat(gap, mask)
     apart = (sampled & (gap != 0)).any(-1)
@@ -145,14 +139,8 @@ def teacher_metrics(
 
 
 def of_learning(stats: Mapping[str, Stat], *, reference: bool) -> dict[str, float]:
-    """Per-token diagnostics of the objective, over every micro-batch and epoch of a step.
-
-    Args:
-        stats: statistics by name, as `diagnose` makes them.
-        reference: whether "kl" is one to a reference policy, `loss/kl`; else it is one to pi_old, `loss/approx_kl`.
-
-    Returns:
-        The metrics by name.
+    """Per-token diagnostics of the objective, over every micro-batch and epoch of a step; without a reference "kl" is one
+    to pi_old, `loss/approx_kl`.
     """
     return {
         "loss/kl" if reference else "loss/approx_kl": float(stats["kl"].mean),
@@ -165,15 +153,8 @@ def of_learning(stats: Mapping[str, Stat], *, reference: bool) -> dict[str, floa
 
 
 def of_supervised(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """Figures of the given tokens that were learned from, over every micro-batch and epoch of a step.
-
-    Args:
-        stats: statistics by name, as `diagnose` makes them.
-
-    Returns:
-        `sft/loss`, the mean of -log p, in nats a token; `sft/perplexity`, its exponential; `sft/weight_mean`, what a
-        token weighs; `sft/tokens`, how many they were. `observation/loss`, `perplexity` and `tokens` of what
-        environments wrote. Nothing of a step without given tokens.
+    """Figures of the given tokens that were learned from, over every micro-batch and epoch of a step: `sft/` of
+    demonstrations, with what a token weighs, `observation/` of what environments wrote; nothing of a step without any.
     """
     found = likelihood("observation/", stats["observation_nll"]) if "observation_nll" in stats else {}
     if "nll" not in stats:
@@ -182,15 +163,7 @@ def of_supervised(stats: Mapping[str, Stat]) -> dict[str, float]:
 
 
 def likelihood(prefix: str, nll: Stat) -> dict[str, float]:
-    """How likely given tokens are found.
-
-    Args:
-        prefix: of the names.
-        nll: -log p of each, in nats.
-
-    Returns:
-        `loss`, the mean; `perplexity`, its exponential; `tokens`, how many.
-    """
+    """How likely given tokens are: `loss`, the mean of -log p, in nats; `perplexity`, its exponential; `tokens`."""
     found = {"loss": float(nll.mean), "perplexity": float(nll.mean.exp()), "tokens": float(nll.count)}
     return {f"{prefix}{name}": value for name, value in found.items()}
 
@@ -246,16 +219,10 @@ class UpdateResult(NamedTuple):
 
 
 def of_tokens(scores: Scores, batch: Batch, diagnostics: Mapping[str, Tensor]) -> dict[str, Float[Tensor, "B T"]]:
-    """Per-token figures of sampled rows: what the loss says of itself, and what can be said without it.
+    """Per-token figures of sampled rows, [B, T] each: what the loss says of itself, and what can be said without it.
 
-    Args:
-        scores: log-probs and entropies under the policy, [B, T] each, in nats.
-        batch: the rows, each field [B, T].
-        diagnostics: of the loss, [B, T] each; a loss of a user's own may have none.
-
-    Returns:
-        "ratio" (to pi_old), "clip_low" and "clip_high" (0), "correction" (1), unless the loss gives them; "kl", k3 in
-        nats, to the reference, or to pi_old in a run without one; "entropy" in nats.
+    "ratio" (to pi_old), "clip_low" and "clip_high" (0) and "correction" (1), unless the diagnostics have them; "kl", k3
+    in nats, to the reference, or to pi_old in a run without one; "entropy" in nats.
     """
     ref = batch.logp_old if isinstance(batch.logp_ref, Undeclared) else batch.logp_ref
     kls = vmap(objective.k3)(scores.logp, batch._replace(logp_ref=ref))
@@ -295,30 +262,13 @@ def mismatch_before_update(batch: Batch, learned: list[UpdateResult]) -> dict[st
 
 
 def start_kl(batch: Batch, logp_start: Float[Tensor, "B T"]) -> dict[str, float]:
-    """The KL of a step's policy, before its updates, to the model that the run started with: the mean k3 of its tokens.
-
-    Args:
-        batch: all rows of the step.
-        logp_start: their log-probs under the start model, in nats.
-
-    Returns:
-        `loss/kl_start`, in nats a token; nothing for a step without tokens to learn from.
-    """
+    """The KL of a step's policy, before its updates, to the model that the run started with: the mean k3 of its tokens."""
     found = vmap(objective.k3)(batch.logp_old, batch._replace(logp_ref=logp_start))[batch.mask]
     return {"loss/kl_start": float(found.mean())} if len(found) else {}
 
 
 def summarise_updates(batch: Batch, learned: list[UpdateResult], *, reference: bool) -> dict[str, float]:
-    """Metrics of a step's updates: statistics merged, the optimizer's own figures from the last.
-
-    Args:
-        batch: all rows of the step.
-        learned: its updates, none of a refused step.
-        reference: whether there is a reference policy, to which `loss/kl` is measured.
-
-    Returns:
-        The metrics by name.
-    """
+    """Metrics of a step's updates: statistics merged, the optimizer's own figures from the last."""
     taken = {"system/micro_batches": float(sum(step.micro_batches for step in learned))}
     if not learned:  # a refused step
         return {"loss/objective": 0.0, **taken}
@@ -347,19 +297,7 @@ def step_metrics(
     learned: list[UpdateResult],
     scored: ScoredStep,
 ) -> dict[str, float]:
-    """All metrics of a GRPO step by name.
-
-    Args:
-        batch: the rows to learn from, each field [B, T].
-        adv: advantage of each token, [P, G, T].
-        groups: the P problems that the step learns from, their samples and rewards.
-        fresh: all that was sampled in the step.
-        learned: the step's updates, none of a refused step.
-        scored: the step, with the teacher's log-probs if there is one, and the metrics that its functions add.
-
-    Returns:
-        The metrics by name.
-    """
+    """All metrics of a GRPO step by name."""
     taught = scored.results.get("logp_teacher")
     teacher = {} if taught is None else teacher_metrics(taught - batch.logp_old, batch.mask, groups.rollout.mask)
     return {

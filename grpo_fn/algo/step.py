@@ -253,17 +253,7 @@ def reweigh_terms(policy: Policy, terms: Sequence[Term], algo: Algorithm) -> lis
 
 
 def update(policy: Policy, terms: Sequence[Term], gains: Gains, *, own_pass: bool) -> metrics.UpdateResult:
-    """One optimizer step: the objective's gradient by the log-probs is a value, and goes back through the policy.
-
-    Args:
-        policy: pi_theta, updated in place.
-        terms: the step minimises their sum; rows of the first are returned.
-        gains: the factors of the coefficients of the objectives.
-        own_pass: whether logp_old is what this update finds.
-
-    Returns:
-        The sum's value, statistics of its tokens, and the first term's rows as they were compared.
-    """
+    """One optimizer step: the objective's gradient by the log-probs is a value, and goes back through the policy."""
     batch = terms[0].batch
     value, figures, mismatches, ratios = 0.0, [], [], [batch.adv.new_zeros(0)]
     parts = [(term, count(term.batch), rows) for term in terms for rows in policy.split_rows(term.batch)]

@@ -229,18 +229,6 @@ def supervised_step(
 
     Nothing is sampled and nothing scored; the sampler keeps its weights until an evaluation loads others.
 
-    Args:
-        policy: pi_theta, updated in place.
-        sampler: rests.
-        stream: (first, count) -> problems first, ..., first + count - 1, each with its demonstration.
-        carried: what the step before left; AT_THE_START for the first.
-        algo: the objective and the numbers of the step.
-        given: problems -> their demonstrations, one row each: tokens, and which of them to learn.
-        span: name -> context manager that times a phase.
-
-    Returns:
-        The experience of the step, what it leaves for the next one, and its metrics by name.
-
     Raises:
         ValueError: fields of the rows do not fit together.
     """
