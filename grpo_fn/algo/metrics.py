@@ -122,7 +122,7 @@ def of_advantage(adv: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"]) -> dict[
 def teacher_metrics(
     gap: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], sampled: Bool[Tensor, "B T"]
 ) -> dict[str, float]:
-    """How far the teacher is from the policy that sampled, before this step's update; gap = log pi_teacher - log pi_old.
+    """How far the teacher is from the policy that sampled, before an update; gap = log pi_teacher - log pi_old.
 
     `teacher/reverse_kl`, the mean of -gap, in nats: the estimate of KL(pi_old || pi_teacher) a token that distillation
     lowers; `teacher/gap_abs`, the mean of |gap|; `teacher/gap_min`, that of the token it likes least;
@@ -139,8 +139,9 @@ def teacher_metrics(
 
 
 def of_learning(stats: Mapping[str, Stat], *, reference: bool) -> dict[str, float]:
-    """Per-token diagnostics of the objective, over every micro-batch and epoch of a step; without a reference "kl" is one
-    to pi_old, `loss/approx_kl`.
+    """Per-token diagnostics of the objective, over every micro-batch and epoch of a step.
+
+    Without a reference "kl" is one to pi_old, `loss/approx_kl`.
     """
     return {
         "loss/kl" if reference else "loss/approx_kl": float(stats["kl"].mean),
@@ -262,7 +263,7 @@ def mismatch_before_update(batch: Batch, learned: list[UpdateResult]) -> dict[st
 
 
 def start_kl(batch: Batch, logp_start: Float[Tensor, "B T"]) -> dict[str, float]:
-    """The KL of a step's policy, before its updates, to the model that the run started with: the mean k3 of its tokens."""
+    """The mean k3 of a step's tokens, before its updates: the KL to the model that the run started with, in nats."""
     found = vmap(objective.k3)(batch.logp_old, batch._replace(logp_ref=logp_start))[batch.mask]
     return {"loss/kl_start": float(found.mean())} if len(found) else {}
 

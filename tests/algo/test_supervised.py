@@ -10,7 +10,7 @@ import pytest
 import torch
 from batches import GARBAGE, UNMOVED, batches, dealt, scores, totals, with_garbage, with_padding
 from catalogue import bound
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from steps import KEY, Step, TokenPolicy, as_sampled, learn, old_of, preset, rich_step, silent, steps, unasked
 from torch import Tensor
 from torch.func import grad_and_value
@@ -230,6 +230,7 @@ def test_micro_batches_of_a_mixture_add_up(seed, prompts, rows, minibatches, mic
 def test_given_rows_stay_out_of_the_figures_of_sampled_ones(seed, prompts, rows):
     mixed, alone = Mixed(seed, prompts, rows), Mixed(seed, prompts, 0)
     (_, got), (_, wanted) = mixed.learn(0.5), alone.learn(0.0)
+    assume(not wanted["train/skipped_step"])  # without signal there is no figure of a loss: the next test
     for name, value in wanted.items():
         if name not in ("loss/objective", "system/micro_batches"):
             assert got[name] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), name
