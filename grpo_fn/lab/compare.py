@@ -9,7 +9,6 @@ differ in the seed alone are one setting: settings that share two seeds or more 
 """
 
 import argparse
-import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_fn.command_line import exit_code
-from grpo_fn.lab.paired import mcnemar, paired_bootstrap, paired_difference
+from grpo_fn.lab.paired import mcnemar, paired_bootstrap, paired_cells, paired_difference
 from grpo_fn.lab.trials import code_span, table_markdown
 
 Key = tuple[str, str, int]  # prompt (or uid), answer, and which of those that are alike
@@ -181,21 +180,11 @@ def seed_sections(paths: Sequence[Path], accuracies: Sequence[float]) -> list[st
         if len(shared) < 2:
             continue
         paired = paired_difference([first[seed][1] for seed in shared], [other[seed][1] for seed in shared])
-        rows.append(
-            {
-                "first setting, as in": one_line(str(first[shared[0]][0])),
-                "other, as in": one_line(str(other[shared[0]][0])),
-                "seeds": paired.n,
-                "first": f"{paired.first:.3f}",
-                "other": f"{paired.second:.3f}",
-                "difference": f"{paired.difference:+.3f}",
-                "95 %": f"{paired.low:+.3f} to {paired.high:+.3f}",
-                "worth": "" if math.isnan(paired.worth) else f"{paired.worth:.3g}",
-            }
-        )
+        names = (one_line(str(setting[shared[0]][0])) for setting in (first, other))
+        rows.append({**dict(zip(("first setting, as in", "this, as in"), names, strict=True)), **paired_cells(paired)})
     note = (
         "Student's 95 % interval of the paired differences; worth is how many unpaired\n"
-        "seeds a paired one is worth, (Var first + Var other) / Var difference."
+        "seeds a paired one is worth, (Var first + Var this) / Var difference."
     )
     return ["## Over shared seeds", note, table_markdown(rows)] if rows else []
 

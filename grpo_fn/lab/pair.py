@@ -30,7 +30,7 @@ from grpo_fn.config.resolve import Node, full_name
 from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.lab import plots
 from grpo_fn.lab.html_page import REPORT_STYLE, escape_text, html_page, html_section, html_table
-from grpo_fn.lab.paired import PairedDifference, paired_difference
+from grpo_fn.lab.paired import PairedDifference, paired_cells, paired_difference, three_digits
 from grpo_fn.lab.trials import (
     STOPPED,
     Trial,
@@ -449,10 +449,17 @@ def pair_tables(pairing: Pairing, results: PairResults) -> list[tuple[str, list[
     for metric in dict.fromkeys(row.metric for row in results.rows):
         rows = [row for row in results.rows if row.metric == metric]
         last = {row.arm: row for row in rows}
-        tables.append((f"{metric} at the last step", [last_step_cells(row) for row in last.values()]))
+        tables.append(
+            (
+                f"{metric} at the last step",
+                [{"arm": row.arm, "step": str(row.step), **paired_cells(row.paired)} for row in last.values()],
+            )
+        )
         if len({row.step for row in rows}) > 1:
             tables.append((f"{metric}: difference by step", cells_by_step(rows, difference_cell)))
-            tables.append((f"{metric}: worth by step", cells_by_step(rows, worth_cell)))
+            tables.append(
+                (f"{metric}: worth by step", cells_by_step(rows, lambda row: paired_cells(row.paired)["worth"]))
+            )
     shares = {arm: {s: v for (name, s), v in results.sampled.items() if name == arm} for arm in pairing.arms}
     steps = spread_steps({step for _, step in results.sampled})
     cells = [
@@ -461,22 +468,6 @@ def pair_tables(pairing: Pairing, results: PairResults) -> list[tuple[str, list[
         if share
     ]
     return [*tables, (f"same samples by step. {SAMPLED}", cells)]
-
-
-def last_step_cells(row: ArmDifference) -> dict[str, str]:
-    """An arm's line of the table of the last step."""
-    p = row.paired
-    return {
-        "arm": row.arm,
-        "step": str(row.step),
-        "seeds": str(p.n),
-        "first": three_digits(p.first),
-        "this": three_digits(p.second),
-        "difference": f"{p.difference:+.3g}",
-        "95 %": f"{p.low:+.3g} to {p.high:+.3g}" if p.n > 1 else "-",
-        "worth": worth_cell(row),
-        "worth, 95 %": f"{p.worth_low:.3g} to {p.worth_high:.3g}" if math.isfinite(p.worth) else "-",
-    }
 
 
 def cells_by_step(rows: Sequence[ArmDifference], cell: Callable[[ArmDifference], str]) -> list[dict[str, str]]:
@@ -502,17 +493,6 @@ def difference_cell(row: ArmDifference) -> str:
     """The difference, with half the width of its interval."""
     p = row.paired
     return f"{p.difference:+.3g} ± {p.high - p.difference:.2g}" if p.n > 1 else f"{p.difference:+.3g}"
-
-
-def worth_cell(row: ArmDifference) -> str:
-    """The worth: `equal` where no seed differs."""
-    p = row.paired
-    return "equal" if p.n > 1 and p.difference == p.low == p.high == 0 else three_digits(p.worth)
-
-
-def three_digits(x: float) -> str:
-    """Three digits; a dash for what is not known."""
-    return "-" if math.isnan(x) else f"{x:.3g}"
 
 
 def missing_lines(out: Path, results: PairResults) -> list[str]:

@@ -94,6 +94,26 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Paired
     return PairedDifference(n, *means, means[2] - half, means[2] + half, *worth)
 
 
+def paired_cells(paired: PairedDifference) -> dict[str, str]:
+    """A line of a table about it; a dash for what is not known, `equal` for the worth where no seed differs."""
+    n, first, second, difference, low, high, worth, worth_low, worth_high = paired
+    no_seed_differs = n > 1 and difference == low == high == 0
+    return {
+        "seeds": str(n),
+        "first": three_digits(first),
+        "this": three_digits(second),
+        "difference": f"{difference:+.3g}",
+        "95 %": f"{low:+.3g} to {high:+.3g}" if n > 1 else "-",
+        "worth": "equal" if no_seed_differs else three_digits(worth),
+        "worth, 95 %": f"{worth_low:.3g} to {worth_high:.3g}" if math.isfinite(worth) else "-",
+    }
+
+
+def three_digits(x: float) -> str:
+    """Three digits; a dash for what is not known."""
+    return "-" if math.isnan(x) else f"{x:.3g}"
+
+
 def _ratio(value: float, by: float) -> float:
     return value / by if by else math.inf
 

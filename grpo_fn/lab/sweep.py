@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from grpo_fn.command_line import exit_code
 from grpo_fn.config import load_config
 from grpo_fn.core.json_lines import metrics_by_step
-from grpo_fn.lab.paired import paired_difference
+from grpo_fn.lab.paired import paired_cells, paired_difference
 from grpo_fn.lab.trials import (
     INTERRUPTED,
     STOPPED,
@@ -320,12 +320,8 @@ def against_best(best: Setting, one: Setting) -> dict[str, Any]:
     if len(shared) < 2:
         return {}
     paired = paired_difference([best.by_seed[seed] for seed in shared], [one.by_seed[seed] for seed in shared])
-    return {
-        "pairs": paired.n,
-        "to first": f"{paired.difference:+.4g}",
-        "95 %": f"{paired.low:+.3g} to {paired.high:+.3g}",
-        "worth": "" if math.isnan(paired.worth) else f"{paired.worth:.3g}",
-    }
+    cells = paired_cells(paired)
+    return {"pairs": paired.n, "to first": cells["difference"], "95 %": cells["95 %"], "worth": cells["worth"]}
 
 
 def comma_separated(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from grpo_fn.lab import compare
-from grpo_fn.lab.paired import mcnemar, paired_bootstrap, paired_difference
+from grpo_fn.lab.paired import mcnemar, paired_bootstrap, paired_cells, paired_difference
 from grpo_fn.lab.trials import code_span
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.trainer.evaluation import wilson
@@ -65,7 +65,7 @@ def test_run_folders_that_share_seeds_are_compared_over_those(tmp_path, capsys):
     wanted = paired_difference([0.75, 0.25], [1.0, 1.0])
     assert line == [
         *(f"`{run}`" for run in (runs[0], runs[2])),
-        *("2", "0.500", "1.000", "+0.500", f"{wanted.low:+.3f} to {wanted.high:+.3f}", f"{wanted.worth:.3g}"),
+        *paired_cells(wanted).values(),
     ]
     assert "shared seeds" not in said(capsys, runs[0], runs[1], runs[5], "--max_rows", "0")
 
