@@ -82,6 +82,7 @@ def charts(run_dir: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_chart_has_lines_and_every_metric_is_in_a_chart(rich: Path) -> None:
     tags = board(rich).Tags()["scalars"]
     shown = charts(rich)

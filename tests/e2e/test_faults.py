@@ -124,6 +124,7 @@ def test_a_reward_worker_killed_between_two_calls_costs_nothing(cache: Path, tmp
     assert outcome(tmp_path / "run") == outcome(undisturbed(cache, 2))
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_kills_its_worker_is_counted_and_the_run_goes_on(cache: Path, tmp_path: Path) -> None:
     changes = {
         "combine__combine__parts": "[@rewards.named, @rewards.deadly]",

@@ -176,6 +176,7 @@ def test_a_dry_run_says_what_would_be_and_makes_nothing(tmp_path: Path) -> None:
         assert line in said
 
 
+@pytest.mark.slow
 def test_the_first_line_is_ours_and_a_dry_run_begins_with_its_numbers() -> None:
     """In a process of its own: libraries warn of themselves as they are imported."""
     argv = [sys.executable, "-m", "grpo_fn.run", "--gin_file", "run/arithmetic.gin", "--dry_run"]

@@ -137,7 +137,7 @@ def test_the_table_says_what_the_file_says(trained: Path, tmp_path: Path, capsys
         assert re.search(rf"^{re.escape(name)} +[0-9.]+", said, re.MULTILINE)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_the_batch_around_a_problem_changes_nothing(trained: Path, tmp_path: Path, rows: int) -> None:
     """Weights, prompt and key alone: also when problems are asked one by one."""

@@ -18,6 +18,7 @@ ENV = {entry["name"]: entry["value"] for entry in TRAINER["env"]}
 OPTIONS = re.compile(r"^(\s*)# (- \{name: (?:NCCL|FI)_.*\}|vpc\.amazonaws.*|hugepages.*)$", re.MULTILINE)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("text", [TEXT, OPTIONS.sub(r"\1\2", TEXT)], ids=["as it is", "with every option"])
 @pytest.mark.parametrize("version", ["1.33", "1.34", "1.35"])
 def test_the_manifests_are_valid(version: str, text: str) -> None:

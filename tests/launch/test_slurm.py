@@ -63,7 +63,7 @@ def ended(slurm: Path, code: int, *, terminate: bool, **more: str) -> tuple[int,
     return got, summary(slurm / "run", int(more.get("SLURM_RESTART_COUNT", "0"))), bool(requeued)
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("code", "terminate", "more", "again"),
     [

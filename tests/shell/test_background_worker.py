@@ -167,6 +167,7 @@ sys.exit(75)
 """
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_does_not_keep_the_process() -> None:
     ran = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (75, "")

@@ -230,7 +230,7 @@ def at_length(world: World, deadline: float, raises: bool) -> tuple[str, str, An
     return *outcome, ran
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_what_takes_the_main_rank_longer_than_the_deadline_is_waited_for(size):
     for rank, (error, _, value, ran) in enumerate(crew(size).run(at_length, 1.0, False)):

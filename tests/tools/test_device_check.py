@@ -33,6 +33,7 @@ H100 = 79.6 * 2**30  # bytes as its driver shows them
 NOWHERE = Setting(device="cpu", tiny=True, scratch="/nowhere")
 
 
+@pytest.mark.slow
 def test_every_check_that_a_cpu_can_do_passes_and_is_in_the_table(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

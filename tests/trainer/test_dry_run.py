@@ -134,6 +134,7 @@ def test_a_step_of_many_ranks_has_bytes_and_seconds(tmp_path: Path, capsys: pyte
     assert sum(parts) == pytest.approx(found[64]["one after another"], abs=0.02)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["mamba", "mixtral", "gpt2", "llama4_text"])
 def test_an_unknown_architecture_has_what_can_be_said_of_it(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

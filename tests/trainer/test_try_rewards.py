@@ -28,7 +28,7 @@ def test_a_reward_that_a_run_could_begin_with_passes(fn: Callable) -> None:
     tried(fn)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "said"),
     [

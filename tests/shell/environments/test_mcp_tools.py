@@ -115,6 +115,7 @@ def test_an_episode_in_a_worker_calls_the_tools_and_is_graded():
         assert (ended.reward, ended.done) == (1.0, True)
 
 
+@pytest.mark.slow
 def test_a_tool_that_hangs_is_a_failure_and_its_server_ends(tmp_path):
     written = tmp_path / "pid"
     server = mcp_tools.ToolServer((*COMMAND, str(written)), (), 30.0, 300)

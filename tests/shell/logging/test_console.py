@@ -132,7 +132,7 @@ def test_a_stream_that_takes_no_more_is_given_up_once_and_the_log_goes_on(tmp_pa
     assert "step 1/3" in log
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["| true", ">/dev/full", ">&-"])
 def test_standard_output_that_is_gone_ends_no_program(tmp_path, output):
     code = "import sys, time; from pathlib import Path; from grpo_fn.shell.logging.console import Console\n"

@@ -182,6 +182,7 @@ def test_parameters_that_have_storage_keep_it(folders: Callable) -> None:
     assert_equal_models(model, pretrained(folder))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_under_adapters_the_plain_weights_are_read_and_the_adapters_left(name: str, folders: Callable) -> None:
     folder = folders(name)

@@ -326,7 +326,7 @@ def test_energies_are_those_of_one_process(folders, size, strategy, model):
     torch.testing.assert_close(seen, oracle(folders, case).energy(batch.tokens, batch.mask), rtol=0, atol=5e-6)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "strategy"), [(2, "full_shard"), (4, "hybrid_shard"), (2, "no_shard")])
 def test_muon_moves_a_matrix_to_the_last_bit_as_one_process_does(folders, size, strategy):
     asked = str(folders / "qwen3_untied"), Case("qwen3_untied", strategy)

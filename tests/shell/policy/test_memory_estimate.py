@@ -40,7 +40,7 @@ def allocated(folder: Path) -> dict[int, list[list[dict[str, int]]]]:
     return {1: [here], 2: crew(2).run(rank.in_every_way, folder)}
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("way", rank.WAYS, ids=str)
 def test_weights_gradients_and_moments_are_what_is_allocated(folder, allocated, way, size):

@@ -248,17 +248,10 @@ def test_a_step_is_that_of_one_process(folders, size, data):
     check_step(folders, size, case, which, seed, rows, parts)
 
 
-# A family's own plan is the same on any number of ranks, and a rank of 4 costs as much as one of 2: every family on 2
-# ranks, one of them in every layout, and the rest among the slow tests.
-IN_LAYOUTS = [
-    pytest.param(model, size, n, marks=[] if size == 2 or model == "qwen3" else pytest.mark.slow)
-    for model in MODELS
-    for size, copies in LAYOUTS.items()
-    for n in copies
-]
+IN_LAYOUTS = [(model, size, n) for model in MODELS for size, copies in LAYOUTS.items() for n in copies]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "size", "replicate"), IN_LAYOUTS)
 def test_every_family_in_every_layout_is_among_them(folders, size, replicate, model):
     case = Case(model, replicate, adapted=(list(MODELS).index(model) + size // 2 + replicate) % 2 == 0)
