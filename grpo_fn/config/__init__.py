@@ -73,13 +73,17 @@ def load_config(
     bindings = parse_gin(gin_files, gin_params)
     module, target = import_function(root)  # after reading: a typing error must not wait for torch
     fill_macros(bindings, getattr(module, "MACROS", {}))
-    wanted = knobs_of(target if taker is None else import_function(taker)[1])
-    assert set(wanted) <= set(knobs_of(target)), f"{taker} takes {wanted}, some of which {root} does not have"
-    node = resolve(bindings, target, getattr(module, "SUPPLIED", {}), wanted)
+    knobs_taken = knobs_of(target if taker is None else import_function(taker)[1])
+    assert set(knobs_taken) <= set(knobs_of(target)), f"{taker} takes {knobs_taken}, some of which {root} does not have"
+    node = resolve(bindings, target, getattr(module, "SUPPLIED", {}), knobs_taken)
     placed = with_absolute_paths(bindings)
-    nodes = [node, resolve(placed, target, getattr(module, "SUPPLIED", {}), wanted)] if placed != bindings else [node]
+    nodes = (
+        [node, resolve(placed, target, getattr(module, "SUPPLIED", {}), knobs_taken)] if placed != bindings else [node]
+    )
     changeable = getattr(module, "CHANGEABLE", ())  # knobs that may be others when a run goes on
-    counted = [replace(one, knobs={k: value for k, value in one.knobs.items() if k not in changeable}) for one in nodes]
+    counted = [
+        replace(each, knobs={k: value for k, value in each.knobs.items() if k not in changeable}) for each in nodes
+    ]
     fingerprints = dict.fromkeys(map(value_fingerprint, counted))
     return Config(node, dump(placed), "/".join(fingerprints), collect_hparams(bindings))
 

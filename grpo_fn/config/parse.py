@@ -101,12 +101,12 @@ def wrapped_function(selector: str) -> Callable[..., Any]:
 def plain_value(value: Any) -> Any:
     """A bound value with gin's references replaced by ours."""
     match value:
-        case gin.config.ConfigurableReference(configurable=found, scopes=scopes, evaluate=evaluate):
-            if found.wrapped is gin.config.macro:
+        case gin.config.ConfigurableReference(configurable=registered, scopes=scopes, evaluate=evaluate):
+            if registered.wrapped is gin.config.macro:
                 return Macro("/".join(scopes))
-            if found.module == "gin":
+            if registered.module == "gin":
                 raise ValueError(f"got {value!r}, wanted a value, a macro or a function: gin's own are not supported")
-            return Reference(found.wrapped, tuple(scopes), evaluate)
+            return Reference(registered.wrapped, tuple(scopes), evaluate)
         case dict():
             return {plain_value(key): plain_value(item) for key, item in value.items()}
         case list() | tuple():
@@ -117,10 +117,10 @@ def plain_value(value: Any) -> Any:
 def lookup_problem(target: Any) -> Iterator[str]:
     """Worker processes and the dumped text look a function up by its own name, so it has to be there."""
     try:
-        found = reduce(getattr, target.__qualname__.split("."), sys.modules[target.__module__])
+        by_name = reduce(getattr, target.__qualname__.split("."), sys.modules[target.__module__])
     except (AttributeError, KeyError):
-        found = None
-    if found != target:
+        by_name = None
+    if by_name != target:
         yield f"{full_name(target)}: got {target!r}, not found by that name; wanted a function or class of a module"
 
 
@@ -190,10 +190,10 @@ def find(file: str, chain: tuple[Path, ...]) -> Path:
     for path in (here, ours):
         if path.is_file():
             return path
-    known = [str(path.relative_to(GIN_FOLDER)) for path in GIN_FOLDER.rglob("*.gin")]
+    files = [str(path.relative_to(GIN_FOLDER)) for path in GIN_FOLDER.rglob("*.gin")]
     by = f"{chain[-1]}: " if chain else ""
     raise FileNotFoundError(
-        f"{by}got {file!r}, wanted a gin file, from here or from {GIN_FOLDER}{suggest_name(file, known)}"
+        f"{by}got {file!r}, wanted a gin file, from here or from {GIN_FOLDER}{suggest_name(file, files)}"
     )
 
 
@@ -234,10 +234,10 @@ def imports_of(name: str, flag: str, imports: list[ImportStatement]) -> list[str
     meanings = {line.module if line.is_from or line.alias else name for line in named}
     if len(meanings) == 1:
         return [line.format() for line in named]
-    known = sorted({line.bound_name() for line in modules})
+    names = sorted({line.bound_name() for line in modules})
     got = f"{name}, which stands for {' and for '.join(sorted(meanings))}" if meanings else name
-    wanted = f"a module that the gin files import, one meaning each: {comma_list(known)}"
-    raise ValueError(f"{flag}: got {got}, wanted {wanted}{suggest_name(name, known)}")
+    wanted = f"a module that the gin files import, one meaning each: {comma_list(names)}"
+    raise ValueError(f"{flag}: got {got}, wanted {wanted}{suggest_name(name, names)}")
 
 
 def parse(parser: Callable[[str], Any], what: str, flag: str) -> None:
@@ -261,11 +261,11 @@ def explain_gin_error(error: Exception, with_place: bool) -> str:
     message, _, rest = str(error).partition("\n  In ")
     place = re.match(r'file "(.+)", line (\d+)\n', rest)
     where = f"{place[1]}:{place[2]}: " if place and with_place else ""
-    if found := re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", message):
-        (problem,) = bad_names(found[1], gin.config._REGISTRY.get_match(found[1]).wrapped, [found[2]])
-        return where + problem + ("" if "; did you mean " in problem else knob_elsewhere(found[2]))
-    if found := re.match(r"Couldn't resolve selector (\S+); <module '(\S+)'.*> has no attribute (\w+)", message):
-        return f"{where}{found[1]}: {found[2]} has no {found[3]}{suggest_name(found[3], vars(sys.modules[found[2]]))}"
+    if match := re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", message):
+        (problem,) = bad_names(match[1], gin.config._REGISTRY.get_match(match[1]).wrapped, [match[2]])
+        return where + problem + ("" if "; did you mean " in problem else knob_elsewhere(match[2]))
+    if match := re.match(r"Couldn't resolve selector (\S+); <module '(\S+)'.*> has no attribute (\w+)", message):
+        return f"{where}{match[1]}: {match[2]} has no {match[3]}{suggest_name(match[3], vars(sys.modules[match[2]]))}"
     if re.match(r"No module named 'experiments\b", message):
         first_line = message.strip().partition("\n")[0]
         fix = "run in the folder of a clone, or install it from there: pip install -e ."
@@ -279,6 +279,6 @@ def explain_gin_error(error: Exception, with_place: bool) -> str:
 
 def knob_elsewhere(knob: str) -> str:
     """`; NAME.knob, ... have that name` for imported functions that have such a knob, or nothing."""
-    owners = [name for name, one in gin.config._REGISTRY.items() if knob in knobs_of(one.wrapped)]
+    owners = [name for name, configurable in gin.config._REGISTRY.items() if knob in knobs_of(configurable.wrapped)]
     places = sorted(f"{'.'.join(name.split('.')[-2:])}.{knob}" for name in owners)
     return f"; there is {comma_list(places)}" if places else ""

@@ -205,10 +205,10 @@ class Resolver:
 
     def key(self, key: Any, scope: tuple[str, ...], trail: tuple[str, ...]) -> Any:
         """A key of a dictionary: plain, or a macro for something plain."""
-        found = self.value(key, scope, (), trail)
-        if found is ... or isinstance(found, (str, int, float, bool, type(None))):
-            return found
-        what = f"@{full_name(found.target)}" if isinstance(found, Node) else repr(found)
+        plain = self.value(key, scope, (), trail)
+        if plain is ... or isinstance(plain, (str, int, float, bool, type(None))):
+            return plain
+        what = f"@{full_name(plain.target)}" if isinstance(plain, Node) else repr(plain)
         self.problems.append(f"{trail[-1]}: got {what} as a key of a dictionary, wanted text or a number")
         return ...
 
@@ -298,19 +298,19 @@ def not_taken(ref: Reference, label: str, supplied: Collection[str], trail: tupl
 
 def type_problem(label: str, parameter: Parameter | None, value: Any) -> Iterator[str]:
     """Plain annotations (int, float, str, bool) against what is bound; anything richer is the function's business."""
-    wanted = None if parameter is None else parameter.annotation
-    if wanted not in (int, float, str, bool) or value is ... or (isinstance(value, Node) and value.call):
+    expected = None if parameter is None else parameter.annotation
+    if expected not in (int, float, str, bool) or value is ... or (isinstance(value, Node) and value.call):
         return
-    fits = isinstance(value, (int, float) if wanted is float else wanted)
-    if not fits or (isinstance(value, bool) and wanted is not bool):
+    fits = isinstance(value, (int, float) if expected is float else expected)
+    if not fits or (isinstance(value, bool) and expected is not bool):
         got = f"@{full_name(value.target)}" if isinstance(value, Node) else f"{value!r} ({type(value).__name__})"
-        yield f"{label}.{parameter.name}: got {got}, wanted {wanted.__name__}"
+        yield f"{label}.{parameter.name}: got {got}, wanted {expected.__name__}"
 
 
 # -- resolved values to plain Python: partials that pickle, compile and mean the same wherever they are called
 
 
-def freeze(value: Any, made: dict[str, Any]) -> Any:
+def freeze(value: Any, results: dict[str, Any]) -> Any:
     """Nodes to `functools.partial` (the bare function when it has no knobs), also inside lists, tuples and dicts.
 
     A live gin reference takes a lock and a lookup per call, does not pickle, breaks `torch.compile(fullgraph=True)`
@@ -318,18 +318,18 @@ def freeze(value: Any, made: dict[str, Any]) -> Any:
     """
     match value:
         case Node():
-            knobs = freeze(value.knobs, made)
+            knobs = freeze(value.knobs, results)
             function = partial(value.target, **knobs) if knobs else value.target
             if not value.call:
                 return function
             key = canonical_text(value)
-            if key not in made:
-                made[key] = function()
-            return made[key]
+            if key not in results:
+                results[key] = function()
+            return results[key]
         case dict():
-            return {key: freeze(item, made) for key, item in value.items()}
+            return {key: freeze(item, results) for key, item in value.items()}
         case list() | tuple():
-            return type(value)(freeze(item, made) for item in value)
+            return type(value)(freeze(item, results) for item in value)
     return value
 
 
@@ -418,6 +418,6 @@ def _function(name: str, short: Sequence[str]) -> Callable[..., Any]:
         raise ValueError(f"got {name!r}, wanted a module that can be imported: {error}") from error
     fn = getattr(imported, function, None)
     if not callable(fn):
-        there = [other for other, value in vars(imported).items() if callable(value) and not other.startswith("_")]
-        raise ValueError(f"got {name!r}, wanted a function of {module}{suggest_name(function, there)}")
+        functions = [other for other, value in vars(imported).items() if callable(value) and not other.startswith("_")]
+        raise ValueError(f"got {name!r}, wanted a function of {module}{suggest_name(function, functions)}")
     return fn

@@ -80,33 +80,33 @@ def measure(
     place, precision = find_device(compute.device, 0), hf.find_dtype(compute.dtype)
     check_attention(compute.attention, place, precision)
     check_free(request.out)
-    found = locate(request.model, warn=warn)
-    config = found.source.config()
-    if found.checkpoint is not None:
-        check_fits(found.checkpoint, config)
-    folder, tokenizer, problems = problems_for(found.source, config, data, sampling, episodes, evaluation.problems)
+    located = locate(request.model, warn=warn)
+    config = located.source.config()
+    if located.checkpoint is not None:
+        check_fits(located.checkpoint, config)
+    folder, tokenizer, problems = problems_for(located.source, config, data, sampling, episodes, evaluation.problems)
     tokens = sampling.max_new_tokens if episodes is None else 2 * sampling.max_total_tokens  # what was observed, too
     check_space(request.out, len(problems) * (1 + evaluation.samples) * tokens * BYTES_A_TOKEN + 2**20)
     request.out.mkdir(parents=True, exist_ok=True)  # before hours of work, to see that it can be written to
     write_bytes(request.out / "config.gin", request.config.text.encode())
     load = partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention)
-    full_model = cache(partial(load_located_model, found, load))
+    full_model = cache(partial(load_located_model, located, load))
     where = {"folder": folder, "config": config, "dtype": precision, "world": alone(place), "adapters": None}
     environments, environment_workers = open_environments(episodes, tokenizer)
     context = SamplerContext(**where, full_model=full_model)
     with clock.span("load"):
         options = sampler_options(tokenizer, token_samplers.greedy, sampling, data, environments)
         greedy = sampling.sampler(context, options)
-        if found.checkpoint is not None:
+        if located.checkpoint is not None:
             greedy.load(FixedWeights(full_model(), context.world))
-    with note_on_error(f"evaluating {found.path}"), closing(greedy), environment_workers, rewards.pool() as pool:
+    with note_on_error(f"evaluating {located.path}"), closing(greedy), environment_workers, rewards.pool() as pool:
         score = clock.span("score")(pool.score)  # its time is counted apart from that of the evaluation around it
         judged = clock.span("evaluate")(graded_answers)(greedy, problems, seed=seed, how=evaluation, score=score)
-    rollout_store.write_evaluation_rows(request.out / SAMPLES, [one.row() for one in judged])
+    rollout_store.write_evaluation_rows(request.out / SAMPLES, [answer.row() for answer in judged])
     figures = {**summarise(judged, ks=evaluation.ks, by=evaluation.by), **clock.lap()}
     results = {
         "model": request.model,
-        "weights": found.path,
+        "weights": located.path,
         "parameters": hf.parameter_count(hf.empty_model(config)),
         "dtype": compute.dtype,
         "device": str(place),
@@ -129,11 +129,11 @@ def problems_for(
     count: int,
 ) -> tuple[str, PreTrainedTokenizerBase, Sequence[Problem]]:
     """The model's folder, its tokenizer, and those of `count` held-out problems that leave tokens to answer."""
-    asked = sample_tests(held_out_only(try_task(data.task).test), count)
-    if not asked.test:
+    held_out = sample_tests(held_out_only(try_task(data.task).test), count)
+    if not held_out.test:
         raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")
     disable_progress_bar()
-    folder, tokenizer, fitting = prepare_data(source, asked, (), config, data, sampling, episodes)
+    folder, tokenizer, fitting = prepare_data(source, held_out, (), config, data, sampling, episodes)
     for note in fitting.notes:
         warn(note)
     return folder, tokenizer, fitting.test
@@ -148,8 +148,8 @@ def graded_answers(
     judged: list[GradedAnswer] = []
     with tqdm(total=len(problems), unit="problem", file=sys.stderr, disable=None, dynamic_ncols=True) as bar:
         for start in range(0, len(problems), at_once):
-            sampled, asked = greedy.for_evaluation(how.token_sampler), problems[start : start + at_once]
-            judged += how.grade_answers(greedy, sampled, asked, key=key, score=score)
+            sampled, part = greedy.for_evaluation(how.token_sampler), problems[start : start + at_once]
+            judged += how.grade_answers(greedy, sampled, part, key=key, score=score)
             bar.update(len(judged) - bar.n)
     return judged
 
@@ -162,20 +162,20 @@ def count_parts(judged: Sequence[GradedAnswer], by: Sequence[str]) -> dict[str, 
 
 def count_graded(judged: Sequence[GradedAnswer]) -> dict[str, float | int]:
     """How many of these problems could be scored, how many are right, and what that says."""
-    known, right = tally(judged)
-    low, high = wilson(right, known)
-    accuracy = right / known if known else float("nan")
-    return {"problems": known, "right": right, "accuracy": accuracy, "accuracy_low": low, "accuracy_high": high}
+    scored, right = tally(judged)
+    low, high = wilson(right, scored)
+    accuracy = right / scored if scored else float("nan")
+    return {"problems": scored, "right": right, "accuracy": accuracy, "accuracy_low": low, "accuracy_high": high}
 
 
 def report(results: Mapping[str, Any]) -> list[str]:
     """The results as a table of lines."""
     figures = dict(results["figures"])
     low, high = figures.pop("eval/accuracy_low"), figures.pop("eval/accuracy_high")
-    known = figures["eval/problems"] - figures["eval/unscorable"]
+    scored = figures["eval/problems"] - figures["eval/unscorable"]
     lines = [f"{results['weights']}: {results['parameters']:,} parameters, {results['dtype']} on {results['device']}"]
     lines += [f"{'':32}{'':>10}   {'95 % interval':16}{'problems':>8}"]
-    lines += [accuracy_line("accuracy", figures.pop("eval/accuracy"), low, high, known)]
+    lines += [accuracy_line("accuracy", figures.pop("eval/accuracy"), low, high, scored)]
     for key, values in results["parts"].items():
         for value, part in values.items():
             figures.pop(f"eval/{key}/{value}", None)

@@ -94,7 +94,7 @@ def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suf
     has one of the names that `annotate_row` adds with this suffix.
     """
     row = json_object(where, line, wanted="an object with 'completion'")
-    seen = _renamed(row)
+    fields = _renamed(row)
     for name in verdict_names(suffix):
         if name in row:
             raise ValueError(
@@ -102,16 +102,16 @@ def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suf
             )
     for name in ("completion", *needs):
         fits, wanted = FIELDS[name]
-        if not fits(seen.get(name)):
-            raise ValueError(f"{where}: got {_shown(seen, name)}, wanted {wanted}")
+        if not fits(fields.get(name)):
+            raise ValueError(f"{where}: got {_shown(fields, name)}, wanted {wanted}")
     turns = read_turns(where, row.get("turns", []))
-    meta = {name: value for name, value in seen.items() if name not in ("completion", "turns")}
-    prompt, answer, length = seen.get("prompt"), seen.get("answer"), seen.get("length")
+    meta = {name: value for name, value in fields.items() if name not in ("completion", "turns")}
+    prompt, answer, length = fields.get("prompt"), fields.get("answer"), fields.get("length")
     gold = str(answer) if _is_answer(answer) else ""
-    asked = prompt if isinstance(prompt, str) else ""
-    problem = Problem(number, asked, gold if "tests" in seen else _last_line(gold), meta)
+    question = prompt if isinstance(prompt, str) else ""
+    problem = Problem(number, question, gold if "tests" in fields else _last_line(gold), meta)
     counted = length if _is_count(length) else 0
-    return problem, Completion(seen["completion"], counted, row.get("truncated") is True, turns)
+    return problem, Completion(fields["completion"], counted, row.get("truncated") is True, turns)
 
 
 def read_turns(where: str, value: object) -> tuple[Turn, ...]:
@@ -123,10 +123,10 @@ def read_turns(where: str, value: object) -> tuple[Turn, ...]:
         if lacking or (unknown := [name for name in turn if name not in Turn._fields]):
             got = f"no {lacking[0]!r}" if lacking else f"{unknown[0]!r}"
             raise ValueError(f"{where}, turn {n}: got {got}, wanted the fields {', '.join(Turn._fields)}")
-        for name, held in turn.items():
+        for name, content in turn.items():
             fits, wanted = TURN_FIELDS[name]
-            if not fits(held):
-                raise ValueError(f"{where}, turn {n}: got {name!r}: {json.dumps(held)[:80]}, wanted {wanted}")
+            if not fits(content):
+                raise ValueError(f"{where}, turn {n}: got {name!r}: {json.dumps(content)[:80]}, wanted {wanted}")
     return tuple(Turn(**turn) for turn in value)
 
 
@@ -144,16 +144,16 @@ def verdict_names(suffix: str) -> list[str]:
 
 def _renamed(row: dict[str, Any]) -> dict[str, Any]:
     """The row, with what its fields are called here beside what MBPP calls them."""
-    seen = dict(row)
+    fields = dict(row)
     if "completion" not in row and {*row} >= ROLLOUT:
-        seen["completion"] = row["text"]
+        fields["completion"] = row["text"]
     if "test_list" in row:
-        seen.setdefault("tests", row["test_list"])
-    if "tests" in seen:
+        fields.setdefault("tests", row["test_list"])
+    if "tests" in fields:
         imports = row.get("test_imports", [])
-        seen.setdefault("setup", row.get("test_setup_code", "\n".join(imports) if _are_texts(imports) else ""))
-        seen.setdefault("answer", row.get("code", ""))
-    return seen
+        fields.setdefault("setup", row.get("test_setup_code", "\n".join(imports) if _are_texts(imports) else ""))
+        fields.setdefault("answer", row.get("code", ""))
+    return fields
 
 
 def _last_line(answer: str) -> str:
@@ -315,32 +315,32 @@ def score_lines(
     row, after everything before it.
     """
     flying: deque[tuple[bytes, Problem, Completion, BegunCall]] = deque()
-    fault, held, full = None, 0, False
+    fault, size, full = None, 0, False
     try:
         while True:
             rows, hungry = [], not lines.ready and not lines.ended
-            full = full and (len(flying) > MOST_ROWS // 2 or held > MOST_BYTES // 2)  # many rows are submitted together
+            full = full and (len(flying) > MOST_ROWS // 2 or size > MOST_BYTES // 2)  # many rows are submitted together
             try:
                 if hungry and select([lines], [], [], PAUSE if flying else None)[0]:
                     lines.fill()
                 while lines.ready and not full:
                     where, number, line = lines.ready.popleft()
                     rows.append((line, *parse_row(where, number, line, needs=needs, suffix=suffix)))
-                    held += len(line)
-                    full = len(flying) + len(rows) >= MOST_ROWS or held >= MOST_BYTES
+                    size += len(line)
+                    full = len(flying) + len(rows) >= MOST_ROWS or size >= MOST_BYTES
             except ValueError as error:
                 fault = error
                 lines.stop()
             problems, completions = [row[1] for row in rows], [row[2] for row in rows]
-            begun = pool.submit(fn, problems, completions)
-            flying += [(*row, call) for row, call in zip(rows, begun, strict=True)]
+            calls = pool.submit(fn, problems, completions)
+            flying += [(*row, call) for row, call in zip(rows, calls, strict=True)]
             if not flying and lines.ended:
                 break
             if flying and (lines.ready or lines.ended):
                 wait([flying[0][-1].future])
             count = next((n for n, (*_, call) in enumerate(flying) if not call.future.done()), len(flying))
             if done := [flying.popleft() for _ in range(count)]:
-                held -= sum(len(line) for line, *_ in done)
+                size -= sum(len(line) for line, *_ in done)
                 outcomes = pool.collect(fn, *zip(*(row[1:] for row in done), strict=True))
                 yield [(line, outcome) for (line, *_), outcome in zip(done, outcomes, strict=True)]
     finally:

@@ -38,8 +38,8 @@ def check_sampled(samples: int, ks: Sequence[int], by: Sequence[str]) -> None:
         raise ValueError(f"evaluation samples: got {samples}, wanted 0 for none or a number of them")
     if isinstance(by, str):
         raise ValueError(f"evaluation by: got {by!r}, wanted a list of keys, such as ({by!r},)")
-    odd = [k for k in ks if not 1 <= k <= samples]
-    if samples and (odd or not ks):
+    out_of_range = [k for k in ks if not 1 <= k <= samples]
+    if samples and (out_of_range or not ks):
         raise ValueError(
             f"evaluation ks: got {list(ks)} with {samples} samples a problem, wanted each of them from 1 to {samples}"
         )
@@ -76,14 +76,14 @@ class GradedAnswer(NamedTuple):
     def row(self) -> dict[str, Any]:
         """All of it by name, one level deep but for samples and turns; `answer` is the problem's."""
         uid, prompt, answer, meta = self.problem
-        asked = {"uid": uid, "prompt": prompt, "answer": answer, "meta": dict(meta)}
-        return {**asked, **self.greedy.row(), "samples": [attempt.row() for attempt in self.samples]}
+        question = {"uid": uid, "prompt": prompt, "answer": answer, "meta": dict(meta)}
+        return {**question, **self.greedy.row(), "samples": [attempt.row() for attempt in self.samples]}
 
     def display_fields(self) -> dict[str, str]:
         """What a person reads of it."""
         predicted = {} if self.greedy.marked is None else {"prediction": self.greedy.marked}
-        asked = {"problem": self.problem.prompt, "completion": transcript(self.greedy.text, self.greedy.turns)}
-        return {**asked, **predicted, "truth": self.problem.answer, "verdict": self.greedy.verdict}
+        question = {"problem": self.problem.prompt, "completion": transcript(self.greedy.text, self.greedy.turns)}
+        return {**question, **predicted, "truth": self.problem.answer, "verdict": self.greedy.verdict}
 
 
 def evaluate(
@@ -107,8 +107,8 @@ def evaluate(
     completions = completions_of(greedy.sample(problems, 1, key=keys[0])) if problems else []
     if problems and samples:
         completions += completions_of(sampled.sample(problems, samples, key=keys[1]))
-    asked = [*problems, *(problem for problem in problems for _ in range(samples))]
-    columns = [score(judge, asked, completions) for judge in judges]
+    questions = [*problems, *(problem for problem in problems for _ in range(samples))]
+    columns = [score(judge, questions, completions) for judge in judges]
     attempts = []
     for completion, *scores in zip(completions, *columns, strict=True):
         marked = None if answer is None else answer(completion.text) or ""
@@ -164,11 +164,11 @@ def summarise(judged: Sequence[GradedAnswer], *, ks: Sequence[int], by: Sequence
     if not judged:
         raise ValueError("evaluation: got no problems, wanted at least one that is held out")
     attempts = [row.greedy for row in judged]
-    known, right = tally(judged)
-    low, high = wilson(right, known)
+    scored, right = tally(judged)
+    low, high = wilson(right, scored)
     others = list(attempts[0].scores)[1:]
     return {
-        "eval/accuracy": right / known if known else float("nan"),
+        "eval/accuracy": right / scored if scored else float("nan"),
         "eval/accuracy_low": low,
         "eval/accuracy_high": high,
         **{
@@ -176,14 +176,14 @@ def summarise(judged: Sequence[GradedAnswer], *, ks: Sequence[int], by: Sequence
             for name in others
         },
         **{
-            f"eval/{key}/{value}": right / known
+            f"eval/{key}/{value}": right / scored
             for key in by
             for value, rows in problems_by_meta(judged, key).items()
-            for known, right in [tally(rows)]
-            if known
+            for scored, right in [tally(rows)]
+            if scored
         },
         "eval/problems": float(len(judged)),
-        "eval/unscorable": float(len(judged) - known),
+        "eval/unscorable": float(len(judged) - scored),
         "eval/length_mean": exact_mean([a.length for a in attempts]),
         "eval/truncated": exact_mean([a.truncated for a in attempts]),
         **sampled_accuracy(judged, ks),

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from catalogue import AROUND_THE_SAMPLER, all_corrections, bound, token_losses
-from e2e.running import command, finish
 from steps import PRESETS, preset
 
 from grpo_fn.algo import (
@@ -433,19 +432,3 @@ def test_what_cannot_be_bound_is_said(function: Callable, error: str) -> None:
     check(of_objective(token_loss=partial(takes_a_knob, knob=1)))
     for fitting in (takes_anything, torch.add):  # a builtin has no signature
         check(of_objective(token_loss=fitting))
-
-
-def test_a_dry_run_ends_with_one_line_and_makes_nothing(cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "over.gin").write_text(
-        "from __gin__ import dynamic_registration\n"
-        "from grpo_fn.algo import objective\n"
-        "from trainer import test_algorithm_checks\n"
-        "objective.policy_objective.token_loss = @test_algorithm_checks.takes_one\n"
-    )
-    argv = command(cache, tmp_path / "run", "--gin_file", str(tmp_path / "over.gin"), "--dry_run")
-    assert finish(argv, tmp_path / "out") == 2
-    text = (tmp_path / "out").read_text()
-    assert "step.Algorithm.objective.token_loss: got trainer.test_algorithm_checks.takes_one(logp) (too many" in text
-    assert "expected a function of (logp, row)" in text
-    assert "Traceback" not in text
-    assert not (tmp_path / "run").exists()

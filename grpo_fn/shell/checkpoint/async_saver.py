@@ -115,7 +115,7 @@ class AsyncSaver(AbstractContextManager):
         Raises, on every rank, ValueError or Elsewhere for blobs that would not come back as they are, NoSpace when
         the disk is full, and what `wait` raises of the checkpoint before; those saved before stay as they were.
         """
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self.wait()
         free = time.perf_counter()
         size = sum(t.numel() * t.element_size() + OVERHEAD for t in tensors.values())
@@ -129,7 +129,7 @@ class AsyncSaver(AbstractContextManager):
             raise
         self._step = step
         self._writing = self._worker.submit(self._write, job, what=f"the checkpoint of step {step}")
-        return SaveTiming(waited=free - begun, staged=time.perf_counter() - free)
+        return SaveTiming(waited=free - start, staged=time.perf_counter() - free)
 
     @property
     def failed(self) -> bool:
@@ -178,7 +178,7 @@ class AsyncSaver(AbstractContextManager):
 
         brought = self._together(ready, job, partial(self.world.exchange, what="preparing a checkpoint"))
         if any(offer is not None for offer in brought):
-            offers = [new or known for new, known in zip(brought, self._offers or brought, strict=True)]
+            offers = [new or earlier for new, earlier in zip(brought, self._offers or brought, strict=True)]
             self._shares, self._offers = tensor_shards.assign_pieces(offers), offers
 
     def _stage(self, job: SaveJob, tensors: Mapping[str, Tensor]) -> None:
@@ -226,13 +226,13 @@ class AsyncSaver(AbstractContextManager):
             with suppress(OSError):  # a rank that is not lost after all may still write there: the next start tidies up
                 store.clean_up_unfinished(self.root)
 
-    def _exchange(self, step: int, mine: T) -> list[T]:
+    def _exchange(self, step: int, own: T) -> list[T]:
         """As `World.exchange`, for the thread: over the group of its own."""
         if self._group is None:
-            return [mine]
+            return [own]
         brought: list[Any] = [None] * self.world.size
         try:
-            dist.all_gather_object(brought, mine, group=self._group)
+            dist.all_gather_object(brought, own, group=self._group)
         except (dist.DistError, RuntimeError) as error:
             raise LostRank(
                 f"rank {self.world.rank} of {self.world.size} lost another rank while the checkpoint of step {step} "
@@ -242,12 +242,12 @@ class AsyncSaver(AbstractContextManager):
 
     def _together(self, f: Callable[[], T], job: SaveJob, exchange: Callable[[Any], list[Any]]) -> list[T]:
         """What `f` returns on every rank; what it raises on any rank is raised on all of them."""
-        mine, error, trouble = None, None, None
+        result, error, trouble = None, None, None
         try:
-            mine = f()
+            result = f()
         except Exception as caught:
             error, trouble = caught, _trouble(caught, job)
-        brought = exchange((mine, trouble))
+        brought = exchange((result, trouble))
         troubles = {rank: trouble for rank, (_, trouble) in enumerate(brought) if trouble is not None}
         for rank, trouble in troubles.items():
             if trouble.full:

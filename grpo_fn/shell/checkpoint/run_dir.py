@@ -44,8 +44,8 @@ def open_run(
     its checkpoints and models counted, which make space for others.
     """
     _check_kind(run_dir)
-    there = (path for folder in ("checkpoints", "model") for path in (run_dir / folder).rglob("*"))
-    check_space(run_dir, need_bytes - sum(path.stat().st_size for path in there if path.is_file()))
+    present = (path for folder in ("checkpoints", "model") for path in (run_dir / folder).rglob("*"))
+    check_space(run_dir, need_bytes - sum(path.stat().st_size for path in present if path.is_file()))
     run_dir.mkdir(parents=True, exist_ok=True)
     _hold(run_dir)
     resumed = (run_dir / MARKER).exists()
@@ -124,8 +124,8 @@ def check_run(run_dir: Path, *, config_text: str, fingerprint: str) -> None:
 
 def _check_same(run_dir: Path, config_text: str, fingerprint: str) -> None:
     try:
-        there = json.loads((run_dir / MARKER).read_bytes())["fingerprint"]
-        same = not {*there.split("/")}.isdisjoint(fingerprint.split("/"))
+        recorded = json.loads((run_dir / MARKER).read_bytes())["fingerprint"]
+        same = not {*recorded.split("/")}.isdisjoint(fingerprint.split("/"))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"got {run_dir / MARKER} that names no fingerprint ({error!r}), wanted a run's own: choose another "
@@ -142,7 +142,7 @@ def _check_same(run_dir: Path, config_text: str, fingerprint: str) -> None:
     readers = [line for line in config_text.splitlines() if {*re.findall(r"%(\w+)", line)} & names]
     if readers:
         shown += [f"read by: {', '.join(readers)}"]
-    listing = "\n  ".join(shown or [f"the same text; fingerprint {there}, now {fingerprint}"])
+    listing = "\n  ".join(shown or [f"the same text; fingerprint {recorded}, now {fingerprint}"])
     raise ValueError(
         f"got run folder {run_dir} of another configuration, wanted the same one (- there, + now):\n  {listing}\n"
         "choose another --run_dir, or pass --force to go on in this one with the new configuration"

@@ -71,8 +71,8 @@ def load_into(path: Path, tensors: Mapping[str, Tensor], world: World, *, exact:
 
 def read_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin with `prefix`, under the rest of their names, each whole and on the CPU."""
-    found = {name: spec for name, spec in tensor_shards.folder_tensors(path).items() if name.startswith(prefix)}
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in found.items()}
+    specs = {name: spec for name, spec in tensor_shards.folder_tensors(path).items() if name.startswith(prefix)}
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
     tensor_shards.load_into_tensors(path, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
@@ -115,10 +115,10 @@ def prune(
     if keep_last < 1 or keep_best < 0:
         raise ValueError(f"got keep_last {keep_last}, keep_best {keep_best}; wanted at least 1 and at least 0")
     metas = {step: meta for step in steps(root) if (meta := _meta_if_whole(root / f"step_{step}")) is not None}
-    known = {step: scores.get(step, meta.get("metrics", {}).get(metric)) for step, meta in metas.items()}
-    ranked = sorted(((score, step) for step, score in known.items() if score is not None), reverse=True)
-    keep = {*list(known)[-keep_last:], *(step for _, step in ranked[:keep_best]), *spare}
-    doomed = [step for step in known if step not in keep]
+    scored = {step: scores.get(step, meta.get("metrics", {}).get(metric)) for step, meta in metas.items()}
+    ranked = sorted(((score, step) for step, score in scored.items() if score is not None), reverse=True)
+    keep = {*list(scored)[-keep_last:], *(step for _, step in ranked[:keep_best]), *spare}
+    doomed = [step for step in scored if step not in keep]
     for step in doomed:
         _remove(root / f"step_{step}")
     return doomed
@@ -126,8 +126,8 @@ def prune(
 
 def steps(root: Path) -> list[int]:
     """The steps that have a folder, verified or not, ascending."""
-    found = (re.fullmatch(r"step_(0|[1-9]\d*)", p.name) for p in _folders(root))
-    return sorted(int(match[1]) for match in found if match)
+    matches = (re.fullmatch(r"step_(0|[1-9]\d*)", p.name) for p in _folders(root))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def clean_up_unfinished(root: Path) -> None:
@@ -163,13 +163,13 @@ def commit(building: Path, step: int) -> Path:
 
 
 def _check_fits(path: Path, tensors: Mapping[str, Tensor], exact: bool) -> None:
-    there = tensor_shards.folder_tensors(path)
+    stored = tensor_shards.folder_tensors(path)
     for name, tensor in tensors.items():
-        wanted = (tuple(tensor.shape), tensor.dtype)
-        if (got := there.get(name)) != wanted:
-            found = "no such tensor" if got is None else f"{got[0]} {got[1]}"
-            raise ValueError(f"got {found} for {name} in checkpoint {path}, wanted {wanted[0]} {wanted[1]}")
-    if exact and (more := sorted(there.keys() - tensors.keys())):
+        expected = (tuple(tensor.shape), tensor.dtype)
+        if (got := stored.get(name)) != expected:
+            text = "no such tensor" if got is None else f"{got[0]} {got[1]}"
+            raise ValueError(f"got {text} for {name} in checkpoint {path}, wanted {expected[0]} {expected[1]}")
+    if exact and (more := sorted(stored.keys() - tensors.keys())):
         raise ValueError(
             f"got {len(more)} tensors such as {more[0]} in checkpoint {path}, wanted none that the policy lacks"
         )

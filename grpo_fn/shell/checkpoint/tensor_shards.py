@@ -59,8 +59,8 @@ def stage(
     pieces = {item.index: planner.resolve_data(item).detach() for item in plan.items}
     kept = {at: buffers[at] for at, x in pieces.items() if at in buffers and alike(buffers[at], x)}
     missing = {at: x for at, x in pieces.items() if at not in kept}
-    made = pinned_like(missing.values()) if pin else [torch.empty_like(x, device="cpu") for x in missing.values()]
-    staged = kept | dict(zip(missing, made, strict=True))
+    fresh = pinned_like(missing.values()) if pin else [torch.empty_like(x, device="cpu") for x in missing.values()]
+    staged = kept | dict(zip(missing, fresh, strict=True))
     for at, piece in pieces.items():
         staged[at].copy_(piece, non_blocking=pin)
     if pin:
@@ -181,9 +181,9 @@ class _Unpickler(pickle.Unpickler):
         """Exact names alone: a dotted one would reach whatever an allowed class can see."""
         if (module, name) in _DESCRIPTIONS:
             return super().find_class(module, name)
-        found = vars(torch).get(name) if module == "torch" else None
-        if found is torch.Size or isinstance(found, torch.dtype):
-            return found
+        value = vars(torch).get(name) if module == "torch" else None
+        if value is torch.Size or isinstance(value, torch.dtype):
+            return value
         raise pickle.UnpicklingError(f"got {module}.{name} in {INDEX}, wanted nothing but descriptions of tensors")
 
 

@@ -165,9 +165,9 @@ def _reward(metrics: Metrics) -> str:
 
 
 def _parts(metrics: Metrics) -> Iterator[str]:
-    found = {match[1]: value for name, value in metrics.items() if (match := PART.fullmatch(name))}
-    if len(found) > 1:  # one part is the reward
-        yield from (f"{name} {format_number(value, 2)}" for name, value in found.items())
+    values = {match[1]: value for name, value in metrics.items() if (match := PART.fullmatch(name))}
+    if len(values) > 1:  # one part is the reward
+        yield from (f"{name} {format_number(value, 2)}" for name, value in values.items())
 
 
 def _lengths(metrics: Metrics) -> str:

@@ -153,7 +153,9 @@ def rewind(path: Path, start_step: int) -> None:
 
     Raises ValueError for a line before the last that is not an object with a step: that is no crash of ours.
     """
-    kept = b"".join({one.step: one.line for one in step_lines(path, torn_end=True) if one.step < start_step}.values())
+    kept = b"".join(
+        {line.step: line.line for line in step_lines(path, torn_end=True) if line.step < start_step}.values()
+    )
     if path.exists() and path.stat().st_size != len(kept):
         write_bytes(path, kept)
 
@@ -236,10 +238,10 @@ class AsyncWriter(AbstractContextManager):
             self._worker.shutdown(cancel_futures=True)
             self._writer.close()
 
-    def _call_later(self, name: str, *given: Any) -> None:
-        what = f"{name} of step {given[0]}" if given and isinstance(given[0], int) else name
-        kept = tree_map_only(Tensor, lambda x: x.detach().cpu(), given)  # in containers of its own
-        self.do(what, partial(getattr(self._writer, name), *kept))
+    def _call_later(self, name: str, *arguments: Any) -> None:
+        what = f"{name} of step {arguments[0]}" if arguments and isinstance(arguments[0], int) else name
+        on_host = tree_map_only(Tensor, lambda x: x.detach().cpu(), arguments)  # in containers of its own
+        self.do(what, partial(getattr(self._writer, name), *on_host))
 
     def _write(self, what: str, work: Callable[[], object]) -> None:
         """In the thread: `work`, unless something went wrong before."""

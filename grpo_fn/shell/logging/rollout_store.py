@@ -45,9 +45,9 @@ def store_rollouts(
     root.mkdir(parents=True, exist_ok=True)
     lines = "".join(to_json(row) + "\n" for row in rollout_rows(problems, group_size, rollout, reward, adv))
     write_bytes(root / f"step_{step:06d}.jsonl.gz", gzip.compress(lines.encode("ascii"), compresslevel=6, mtime=0))
-    there = rollout_steps(root)
-    kept = [past for past in there if past <= step][-keep:]
-    for other in {*there} - {*kept}:
+    stored = rollout_steps(root)
+    kept = [past for past in stored if past <= step][-keep:]
+    for other in {*stored} - {*kept}:
         (root / f"step_{other:06d}.jsonl.gz").unlink()
 
 
@@ -87,8 +87,8 @@ def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> Groups:
 
 def rollout_steps(root: Path) -> list[int]:
     """The steps that have a file, ascending."""
-    found = (re.fullmatch(r"step_(\d{6,})\.jsonl\.gz", p.name) for p in root.iterdir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (re.fullmatch(r"step_(\d{6,})\.jsonl\.gz", p.name) for p in root.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def rollout_rows(
@@ -162,8 +162,8 @@ def load_evaluation(path: Path) -> list[dict[str, Any]]:
 
 def evaluation_steps(root: Path) -> list[int]:
     """The steps that have a file, ascending."""
-    found = (re.fullmatch(r"step_(0|[1-9]\d*)\.jsonl", path.name) for path in root.iterdir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (re.fullmatch(r"step_(0|[1-9]\d*)\.jsonl", path.name) for path in root.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _plain(value: Any) -> Any:

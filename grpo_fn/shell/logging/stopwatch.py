@@ -94,8 +94,10 @@ def check_profile_steps(steps: Any, last: int) -> None:
     name, wanted = "sections.Logging.profile_steps", f"wanted whole numbers from 1 to {last}"
     if not isinstance(steps, list | tuple):
         raise ValueError(f"{name}: got {steps!r}, {wanted} in parentheses")
-    if odd := [step for step in steps if not isinstance(step, int) or isinstance(step, bool) or not 1 <= step <= last]:
-        raise ValueError(f"{name}: got {', '.join(map(repr, odd))}, {wanted}, which is how many the run takes")
+    if unusable := [
+        step for step in steps if not isinstance(step, int) or isinstance(step, bool) or not 1 <= step <= last
+    ]:
+        raise ValueError(f"{name}: got {', '.join(map(repr, unusable))}, {wanted}, which is how many the run takes")
 
 
 class Profiler:
@@ -155,14 +157,16 @@ COMPILER = "torch._dynamo.convert_frame"
 
 def usage(world: World) -> dict[str, float]:
     """What the ranks use of their machines; every rank calls it."""
-    found = {"system/memory_gb": psutil.Process().memory_info().rss / 1e9}
+    figures = {"system/memory_gb": psutil.Process().memory_info().rss / 1e9}
     if world.device.type == "cuda":
         cards = world.exchange(card_usage(world.device), what="memory of the cards")
-        found |= {f"system/gpu{rank}_{name}": value for rank, card in enumerate(cards) for name, value in card.items()}
+        figures |= {
+            f"system/gpu{rank}_{name}": value for rank, card in enumerate(cards) for name, value in card.items()
+        }
     if COMPILER in sys.modules:  # asking would import it, which takes seconds
         graphs = recompilations()
-        found |= {"system/compiled_graphs": float(graphs.built), "system/recompilations": float(graphs.again)}
-    return found
+        figures |= {"system/compiled_graphs": float(graphs.built), "system/recompilations": float(graphs.again)}
+    return figures
 
 
 def card_usage(device: torch.device) -> dict[str, float]:
@@ -170,10 +174,10 @@ def card_usage(device: torch.device) -> dict[str, float]:
 
     Utilisation needs nvidia-ml-py and a device that reports it; without either its key is left out.
     """
-    found = {
+    figures = {
         "memory_gb": torch.cuda.memory_allocated(device) / 1e9,
         "memory_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9,
     }
     with suppress(Exception):  # no nvidia-ml-py or driver library, a MIG slice: a missing gauge must not end a run
-        found["utilization"] = float(torch.cuda.utilization(device))
-    return found
+        figures["utilization"] = float(torch.cuda.utilization(device))
+    return figures

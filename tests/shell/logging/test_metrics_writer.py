@@ -4,6 +4,7 @@ import gzip
 import html.parser
 import json
 import math
+import re
 import shutil
 import tempfile
 import time
@@ -22,7 +23,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.atomic_io import to_json
 from grpo_fn.shell.logging import rollout_store, stopwatch
-from grpo_fn.shell.logging.metrics_writer import MetricsWriter, markdown_table, rewind
+from grpo_fn.shell.logging.metrics_writer import LAYOUT, MetricsWriter, markdown_table, read_hparams, rewind
 from grpo_fn.shell.logging.rollout_store import rollout_steps
 from grpo_fn.shell.world import World, alone
 
@@ -214,6 +215,40 @@ def test_a_table_shows_every_text_as_it_is_and_nothing_comes_alive(rows):
 def test_a_table_has_a_column_for_every_name_in_any_row():
     page = Page(markdown_to_safe_html(markdown_table([{"a": 1}, {"b": 2}])))
     assert page.cells == ["a", "b", "1", "", "", "2"]
+
+
+# -- the layout of TensorBoard's pages
+
+
+@pytest.mark.parametrize(
+    ("tag", "titles"),
+    [
+        ("loss/kl", ["KL to the reference"]),  # a prefix of loss/kl_coef_multiplier
+        ("loss/kl_coef_multiplier", ["gains of the controllers"]),
+        ("generation/tokens", ["tokens"]),
+        ("reward/mean", ["reward"]),
+        ("reward/mean_length", ["reward by part"]),
+        ("eval/accuracy", []),  # only in the chart with its interval
+        ("eval/lenient", ["held-out, other judges"]),
+        ("eval/pass@8", ["held-out, of several samples"]),
+        ("eval/level/5", ["held-out accuracy by kind"]),
+        ("time/total", ["seconds a step"]),
+        ("system/gpu0_memory_gb", ["memory and devices"]),
+    ],
+)
+def test_a_tag_is_drawn_where_it_belongs_and_nowhere_else(tag: str, titles: list[str]) -> None:
+    drawn = [
+        title
+        for charts in LAYOUT.values()
+        for title, (kind, tags) in charts.items()
+        if kind == "Multiline" and any(re.match(pattern, tag) for pattern in tags)  # as the plugin looks for them
+    ]
+    assert drawn == titles
+
+
+def test_a_run_from_before_has_no_table_of_knobs(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"fingerprint": "f"}')
+    assert read_hparams(tmp_path) == {}
 
 
 # -- rollouts --------------------------------------------------------------------------------------------------------

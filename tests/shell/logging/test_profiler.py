@@ -11,7 +11,6 @@ import pytest
 import torch
 from crew import CPU
 
-from grpo_fn.config import load_config
 from grpo_fn.shell.logging import stopwatch as profiling
 from grpo_fn.shell.logging.stopwatch import Profiler, Stopwatch, check_profile_steps
 from grpo_fn.shell.world import World, alone
@@ -117,11 +116,3 @@ def test_others_are_refused_by_name(steps: Any, got: str) -> None:
         ValueError, match=re.escape(f"sections.Logging.profile_steps: {got}wanted whole numbers from 1 to 6")
     ):
         check_profile_steps(steps, 6)
-
-
-def test_a_run_may_go_on_with_other_steps_to_trace() -> None:
-    with_steps, without = (
-        load_config(["run/arithmetic.gin"], [f"sections.Logging.profile_steps = {steps}"]).fingerprint
-        for steps in ("(2, 3)", "()")
-    )
-    assert with_steps == without
