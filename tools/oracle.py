@@ -1,17 +1,16 @@
 """Make short training runs of every kind, and compare their bits with those of another revision of this code.
 
-python tools/oracle.py record FILE [--revision REV]
-python tools/oracle.py compare FILE [--strict] [--only NAME,NAME]
+python tools/oracle.py record FILE [--only NAME,NAME]
+python tools/oracle.py compare FILE [--only NAME,NAME] [--strict]
 
-`record` makes RUNS with the code and gin files of a revision, in a worktree of its own (default: the working tree), and
-writes what they computed to FILE: checksums and metrics of every step, and a hash of every final weight. `compare`
-makes them with the working tree and prints of each 'identical' or the first quantity that differs, with its step and
-both values. Metrics that are new or gone are listed, and fail under --strict alone; those of time and memory are left
-out. Exit code 0 when all runs agree, 1 when one differs or fails, 2 for bad input.
+`record` makes RUNS with the code and the gin files of the working tree (of another revision: in a git worktree of it)
+and writes what they computed to FILE: checksums and metrics of every step, and a hash of every final weight. `compare`
+makes them and prints of each 'identical' or the first quantity that differs, with its step and both values. Metrics
+that are new or gone are listed, and fail under --strict alone; those of time and memory are left out. Exit code 0 when
+all runs agree, 1 when one differs or fails, 2 for bad input.
 
-Bits depend on torch, the processor and the threads: a FILE of another machine is refused. This file and the gin files
-in tools/oracle_runs serve every revision that has experiments/tiny. All runs of one call share the tiny models that the
-first ones make.
+Bits depend on torch, the processor and the threads: a FILE of another machine is refused. All runs of one call share
+the tiny models that the first ones make.
 """
 
 import argparse
@@ -25,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime
 from hashlib import sha256
 from importlib.metadata import version
@@ -45,17 +44,14 @@ HOST = ("ranks", "device", "torch")  # fields of a checksum line that name the m
 MACHINE, CLOCKS = ("time/", "system/"), ("_per_second", "_seconds")  # how metrics of the machine begin and end
 SERVER = multiprocessing.get_context("forkserver")  # forks the runs, with these modules of their tree
 SERVER.set_forkserver_preload(["grpo_fn.train", "grpo_fn.trainer.loop", "transformers.models.qwen2.modeling_qwen2"])
-# Bindings that RUNS has in braces, as trees need them whose grpo_fn/algo/step.py has StepKnobs, and as later ones do.
-OLD = {"adaptive_kl": "step.Algorithm.kl_control=@objective.adaptive_kl"}
-NEW = {
-    "adaptive_kl": "step.Algorithm.control=@objective.next_gains "
-    "objective.next_gains.kl_control=@objective.adaptive_kl",
-}
 # A run is gin files in order, those of tools/oracle_runs before the tree's, and bindings; ranks=N starts torchrun.
 SIZES = "step.Algorithm.prompts=4 step.Algorithm.group_size=4"
 WORDS = "run/arithmetic.gin small.gin signal.gin MAX_NEW_TOKENS=12"  # whose rewards even a poor model gets
 TRAINER = "step.Algorithm.old_logp=@step.from_trainer"
-KL = "objective.adaptive_kl.target=0.5 objective.adaptive_kl.rate=0.1 objective.adaptive_kl.limit=0.9"
+CONTROL = (
+    "step.Algorithm.control=@objective.next_gains objective.next_gains.kl_control=@objective.adaptive_kl "
+    "objective.adaptive_kl.target=0.5 objective.adaptive_kl.rate=0.1 objective.adaptive_kl.limit=0.9"
+)
 PAIRS = "demonstrations.jsonl"  # a file in the runs' current folder
 RUNS = {
     "arithmetic": "run/arithmetic.gin small.gin STEPS=10 step.Algorithm.prompts=8 step.Algorithm.group_size=8",
@@ -77,7 +73,7 @@ RUNS = {
     f"DEMONSTRATIONS='{PAIRS}' DEMONSTRATION_ROWS=4",
     "async": f"{WORDS} algo/grpo.gin async.gin {SIZES} STEPS=4",
     "fp16": f"{WORDS} algo/dr_grpo.gin scale/fp16.gin {SIZES} STEPS=5 sections.PolicyUpdate.initial_scale=1048576.0",
-    "adaptive_kl": f"{WORDS} algo/grpo.gin {SIZES} STEPS=4 {{adaptive_kl}} {KL}",
+    "adaptive_kl": f"{WORDS} algo/grpo.gin {SIZES} STEPS=4 {CONTROL}",
     "own_pass": f"{WORDS} engine/async_one_step.gin scale/bf16.gin {SIZES} sections.Sampling.max_staleness=0",
     "curriculum": f"{WORDS} levels.gin {SIZES} STEPS=4",
 }
@@ -86,11 +82,14 @@ RUNS = {
 # -- the runs
 
 
-def make_runs(names: Sequence[str], revision: str | None) -> dict[str, dict[str, Any] | str]:
+def make_runs(names: Sequence[str]) -> dict[str, dict[str, Any] | str]:
     """What each run computed, by name: its outcome, or a text that says how it failed."""
     signal.signal(signal.SIGALRM, raise_timeout)
     signal.alarm(DEADLINE)
-    with tempfile.TemporaryDirectory(prefix="oracle-") as folder, code_of(revision, Path(folder)) as tree:
+    with tempfile.TemporaryDirectory(prefix="oracle-") as folder:
+        tree = Path(folder) / "tree"
+        for part in ("grpo_fn", "gin", "experiments/tiny", "tests/e2e"):  # a copy, so that the working tree may change meanwhile
+            shutil.copytree(ROOT / part, tree / part)
         texts = ((f"What is {a}+{b}? ", f"\\boxed{{{a + b}}}") for a in range(6) for b in range(6))
         rows = [json.dumps({"prompt": prompt, "completion": text}) for prompt, text in texts]
         (tree / PAIRS).write_text("\n".join(rows))
@@ -106,22 +105,6 @@ def make_runs(names: Sequence[str], revision: str | None) -> dict[str, dict[str,
 def raise_timeout(*_: object) -> None:
     """Raise TimeoutError: the runs together have a deadline."""
     raise TimeoutError(f"the runs are not over after {DEADLINE} s")
-
-
-@contextmanager
-def code_of(revision: str | None, folder: Path) -> Iterator[Path]:
-    """A folder with the code and the gin files of a revision; None copies the working tree as it is now."""
-    tree = folder / "tree"
-    if revision is None:
-        for part in ("grpo_fn", "gin", "experiments/tiny", "tests/e2e"):
-            shutil.copytree(ROOT / part, tree / part)
-        yield tree
-        return
-    git("worktree", "add", "--detach", str(tree), revision)
-    try:
-        yield tree
-    finally:
-        git("worktree", "remove", "--force", str(tree))
 
 
 def git(*words: str) -> str:
@@ -199,9 +182,8 @@ def run_in_child(spec: str, tree: Path, run_dir: Path) -> None:
     if Path(run.__file__).parents[1] != tree:
         sys.exit(f"got the package {run.__file__}, wanted that of {tree}")
     torch.set_num_threads(THREADS)  # after a fork torch makes its threads anew
-    bindings = OLD if "class StepKnobs" in (tree / "grpo_fn" / "algo" / "step.py").read_text() else NEW
-    parts, ranks, argv = spec.format(**bindings).split(), 1, ["--run_dir", str(run_dir)]
-    for part in parts:
+    ranks, argv = 1, ["--run_dir", str(run_dir)]
+    for part in spec.split():
         if part.startswith("ranks="):
             ranks = int(part.removeprefix("ranks="))
         elif part.endswith(".gin"):
@@ -299,18 +281,19 @@ def check_machine(record: Mapping[str, Any], here: Mapping[str, Any], file: Path
     """Raise ValueError for a record of another machine."""
     odd = [f"{name} {record.get(name)!r}, here {value!r}" for name, value in here.items() if record.get(name) != value]
     if odd:
-        command = f"python tools/oracle.py record {file} --revision {record.get('revision')}"
-        raise ValueError(f"{file} was recorded with {'; '.join(odd)}: record it here first: {command}")
+        command, revision = f"python tools/oracle.py record {file}", record.get("revision")
+        raise ValueError(
+            f"{file} was recorded with {'; '.join(odd)}: first run `{command}` in a worktree of {revision}"
+        )
 
 
 # -- the commands
 
 
-def record(file: Path, names: Sequence[str], revision: str | None) -> int:
-    """Make the runs of a revision and write what they computed."""
-    dirty = "-dirty" if revision is None and git("status", "--porcelain", "--untracked-files=no") else ""
-    label = git("rev-parse", "--verify", f"{revision or 'HEAD'}^{{commit}}") + dirty
-    runs = make_runs(names, revision)
+def record(file: Path, names: Sequence[str]) -> int:
+    """Make the runs and write what they computed."""
+    label = git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    runs = make_runs(names)
     if failed := [f"{name}: failed: {run}" for name, run in runs.items() if isinstance(run, str)]:
         raise ValueError("\n".join([f"{file} is not written", *failed]))
     head = {**machine(), "cores": os.cpu_count(), "revision": label, "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
@@ -326,7 +309,7 @@ def compare(file: Path, names: Sequence[str] | None, *, strict: bool) -> int:
     names = names or [*recorded["runs"]]
     if missing := [name for name in names if name not in recorded["runs"] or name not in RUNS]:
         raise ValueError(f"got the runs {', '.join(missing)}, wanted some that {file} and tools/oracle.py both have")
-    lines, agree = compare_runs(recorded["runs"], make_runs(names, None), strict=strict)
+    lines, agree = compare_runs(recorded["runs"], make_runs(names), strict=strict)
     print("\n".join(lines))
     return 0 if agree else 1
 
@@ -338,7 +321,6 @@ def flags() -> argparse.ArgumentParser:
     )
     parser.add_argument("command", choices=("record", "compare"), help="make runs and write them, or compare with them")
     parser.add_argument("file", type=Path, metavar="FILE", help="the record, as JSON")
-    parser.add_argument("--revision", metavar="REV", help="record: the revision (default: the working tree)")
     parser.add_argument("--strict", action="store_true", help="compare: new and gone metrics fail, too")
     parser.add_argument("--only", metavar="NAME,...", help=f"these runs alone, of {', '.join(RUNS)}")
     return parser
@@ -352,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown := {*(names or [])} - {*RUNS}:
             raise ValueError(f"--only: got {', '.join(sorted(unknown))}, wanted some of {', '.join(RUNS)}")
         if args.command == "record":
-            return record(args.file, names or [*RUNS], args.revision)
+            return record(args.file, names or [*RUNS])
         return compare(args.file, names, strict=args.strict)
     except (ValueError, OSError, EOFError, subprocess.TimeoutExpired) as error:
         print(f"error: {error}", file=sys.stderr)

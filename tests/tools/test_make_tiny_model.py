@@ -9,8 +9,7 @@ from typing import Any
 
 import make_tiny_model
 import pytest
-from e2e.running import SMALL, TESTS
-from safetensors.torch import load_file
+from e2e.running import TESTS
 
 FRESH = """
 import json, sys
@@ -68,18 +67,6 @@ def test_a_random_model_spells_any_text(chat: bool, opened: dict[bool, dict[str,
     assert found["positions"] >= 2048
     assert found["eos"] == ("<|im_end|>" if chat else "<|endoftext|>")
     assert found["chat"] == (f"<|im_start|>user\n{TEXT}<|im_end|>\n<|im_start|>assistant\n" if chat else "")
-
-
-def test_the_warm_started_model_is_that_of_the_recipe(cache: Path, whole: Path, tmp_path: Path) -> None:
-    """`whole` has put it into the cache."""
-    cached = {*cache.glob("tiny-*")}  # other tests may have put others there
-    (tmp_path / "both.gin").write_text(f'include "run/arithmetic.gin"\ninclude "{SMALL}"\n')
-    given = ["--gin_file", str(tmp_path / "both.gin"), "--gin_param", f"models.TinyModel.cache={str(cache)!r}"]
-    assert make_tiny_model.main(["--out", str(tmp_path / "model"), *given]) == 0
-    ours, *others = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", *sorted(cached)))
-    same = [one.keys() == ours.keys() and all(ours[name].equal(one[name]) for name in ours) for one in others]
-    assert sum(same) == 1
-    assert {*cache.glob("tiny-*")} == cached, "it was made anew"
 
 
 def test_it_refuses_to_write_over_what_is_there(tmp_path: Path) -> None:

@@ -104,27 +104,27 @@ def test_the_record_of_another_machine_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
     monkeypatch.setattr(oracle, "machine", lambda: HERE)
-    monkeypatch.setattr(oracle, "make_runs", lambda names, revision: pytest.fail("made runs"))
+    monkeypatch.setattr(oracle, "make_runs", lambda names: pytest.fail("made runs"))
     file = tmp_path / "record.json"
     file.write_text(json.dumps({**HERE, name: "another", "revision": "abc", "runs": {}}))
     assert oracle.main(["compare", str(file)]) == 2
     message = capsys.readouterr().err
-    assert f"{name} 'another', here {HERE[name]!r}: record it here first: python tools/oracle.py record" in message
-    assert message.endswith("--revision abc\n")
+    assert f"{name} 'another', here {HERE[name]!r}: first run `python tools/oracle.py record {file}` in a" in message
+    assert message.endswith("worktree of abc\n")
     assert message.count("\n") == 1
 
 
 def test_a_record_is_compared_with_the_runs_of_the_working_tree(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, run: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(oracle, "make_runs", lambda names, revision: dict.fromkeys(names, run))
+    monkeypatch.setattr(oracle, "make_runs", lambda names: dict.fromkeys(names, run))
     file = tmp_path / "record.json"
     assert oracle.main(["record", str(file), "--only", "grpo,maze"]) == 0
     assert {*json.loads(file.read_text())} == {"torch", "cpu", "threads", "cores", "revision", "date", "runs"}
     capsys.readouterr()
     assert oracle.main(["compare", str(file), "--only", "maze"]) == 0
     assert capsys.readouterr().out == "maze: identical\n"
-    monkeypatch.setattr(oracle, "make_runs", lambda names, revision: dict.fromkeys(names, "exit code 2"))
+    monkeypatch.setattr(oracle, "make_runs", lambda names: dict.fromkeys(names, "exit code 2"))
     assert oracle.main(["compare", str(file)]) == 1
     assert oracle.main(["compare", str(file), "--only", "otb"]) == 2
     assert oracle.main(["record", str(tmp_path / "none.json"), "--only", "maze"]) == 2

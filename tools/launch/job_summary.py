@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,39 +42,33 @@ def flags() -> argparse.ArgumentParser:
 
 def commit() -> str | None:
     """The repository's commit, `+changes` when the working tree differs from it; None outside a repository."""
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
     try:
-        head = _git("rev-parse", "HEAD")
-        return head + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        head, changes = git(["git", "rev-parse", "HEAD"]), git(["git", "status", "--porcelain", "--untracked-files=no"])
     except (OSError, subprocess.SubprocessError):
         return None
+    return head.stdout.strip() + ("+changes" if changes.stdout else "")
 
 
 def training_figures(run_dir: Path) -> dict[str, Any]:
-    """How far a run has come, and how fast, by its metrics; empty where it has logged nothing.
+    """How far a run has come, and how fast, by its metrics; empty if it has logged nothing.
 
-    Args:
-        run_dir: the run folder.
-
-    Returns:
-        steps, where it stopped; over all of them the mean seconds a step and the steps an hour; the last tokens a
-        second and mean reward; best_accuracy and best_step, where it was evaluated.
-
-    Raises:
-        ValueError: a broken line.
+    Seconds a step and steps an hour are means over all steps, tokens a second and reward are the last ones. Raises
+    ValueError for a broken line.
     """
     rows = [line.row for line in step_lines(run_dir / "metrics.jsonl", torn_end=True)]
     if not rows:
         return {}
-    found = {"steps": rows[-1]["step"]}
+    figures = {"steps": rows[-1]["step"]}
     if seconds := [row["time/total"] for row in rows if row["step"] > 0 and "time/total" in row]:
         mean = sum(seconds) / len(seconds)
-        found |= {"seconds_a_step": round(mean, 3), "steps_an_hour": round(3600 / mean, 1)}
+        figures |= {"seconds_a_step": round(mean, 3), "steps_an_hour": round(3600 / mean, 1)}
     for name, metric in (("tokens_a_second", "generation/tokens_per_second"), ("reward", "reward/mean")):
-        found |= {name: rows[-1][metric]} if metric in rows[-1] else {}
+        figures |= {name: rows[-1][metric]} if metric in rows[-1] else {}
     measured = [(row["eval/accuracy"], row["step"]) for row in rows if "eval/accuracy" in row]
     if measured:
-        found["best_accuracy"], found["best_step"] = max(measured, key=lambda one: one[0])
-    return found
+        figures["best_accuracy"], figures["best_step"] = max(measured, key=lambda pair: pair[0])
+    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "job_id": args.job_id,
         "job_name": args.job_name,
         "nodes": args.nodes,
-        "start": _text(args.start),
-        "end": _text(now),
+        "start": datetime.fromtimestamp(args.start, UTC).isoformat(),
+        "end": datetime.fromtimestamp(now, UTC).isoformat(),
         "seconds": now - args.start,
         "exit_code": args.exit_code,
         "restarts": args.restart,
@@ -109,15 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_bytes(args.job_dir / "job_summary.txt", "".join(f"{line}\n" for line in lines).encode())
     print(f"exit code {args.exit_code}; {path}", file=sys.stderr)
     return 0
-
-
-def _text(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-def _git(*args: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True, timeout=30)
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ TABLES = {
     "knobs": "knob_table",
     "gin files": "gin_file_table",
     "bias and noise": "bias_table",
-    "couplings": "coupling_table",
     "procedural kinds": "procedural_audit",
 }
 PLACE = re.compile(rf"^<!-- ({'|'.join(TABLES)}): ([^\n]+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
