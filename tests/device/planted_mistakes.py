@@ -19,7 +19,7 @@ from unittest.mock import patch
 import fake_cuda as fake
 
 # isort: split
-import device_step
+import device_speed
 import torch
 from device_decode import SPREAD, context, drawn, sample, uncached
 from device_exact import rows
@@ -100,7 +100,7 @@ def waits_of_a_step(setting: Setting) -> None:
     """The second step of a toy in bfloat16 under FSDP2 waits for the device no more often than it has to."""
     waits: Counter[str] = Counter()
 
-    class Waits(device_step.Phases):
+    class Waits(device_speed.Phases):
         def __init__(self, device: str) -> None:
             super().__init__(device)
             waits.clear()
@@ -112,8 +112,8 @@ def waits_of_a_step(setting: Setting) -> None:
             waits[name] += sum(fake.backend.waits().values()) - before
 
     bench = built(setting, folder(setting, TOY), torch.bfloat16, micro_tokens=160)
-    with patch.object(device_step, "Phases", Waits):
-        device_step.taken(bench, Work(prompts=4, size=4, prompt=6, new=20), "cuda", steps=1)
+    with patch.object(device_speed, "Phases", Waits):
+        device_speed.taken(bench, Work(prompts=4, size=4, prompt=6, new=20), "cuda", steps=1)
     over = waits - WAITS
     require(bool(waits) and not over, f"waits: got {waits}, wanted at most {WAITS}")
 

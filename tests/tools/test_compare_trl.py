@@ -84,7 +84,7 @@ def test_another_number_of_optimizer_steps_is_a_difference(world: tuple[Any, ...
 
 def test_a_python_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare_trl.main(["--trl_python", str(tmp_path / "none")]) == 2
-    assert "wanted the python of TRL's environment" in capsys.readouterr().err
+    assert "expected the python of TRL's environment" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -70,10 +70,10 @@ def test_the_first_figure_that_differs_is_named_and_seconds_are_none(whole: Path
 
 def test_bad_input_is_one_line_and_a_run_that_fails_is_shown(cache: Path, tmp_path: Path, forked, capsys) -> None:
     assert check(cache, tmp_path) == 2
-    assert f"error: --out: got {tmp_path}, which is there, wanted a new folder" in capsys.readouterr().err
+    assert f"error: --out: got {tmp_path}, which exists, expected a new folder" in capsys.readouterr().err
     assert check(cache, tmp_path / "a", "--ranks", "0") == 2
-    assert "--ranks: got 0, wanted more" in capsys.readouterr().err
+    assert "--ranks: got 0, expected at least 1" in capsys.readouterr().err
     assert check(cache, tmp_path / "b", "--gin_param", "STEPS=-1") == 2
     said = capsys.readouterr().err
-    assert f"got exit code 2 of the run {tmp_path / 'b' / 'undisturbed'}, wanted 0" in said
+    assert f"got exit code 2 of the run {tmp_path / 'b' / 'undisturbed'}, expected 0" in said
     assert "STEPS" in said or "steps" in said

@@ -23,11 +23,9 @@ import argparse
 import datetime
 import os
 import shlex
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,8 +48,8 @@ CHECKS = [
     Check("train-1.5b-compiled", "speed", "device_speed:train", 150, {**LARGE, "compiled": True}, only_cuda=True),
     Check("decode-0.5b", "speed", "device_decode:speed", 120, HALF),
     Check("decode-1.5b", "speed", "device_decode:speed", 120, LARGE),
-    Check("step", "steps", "device_step:grpo", 180),  # its first step compiles the blocks: a minute more
-    Check("memory", "steps", "device_step:capped", 120),
+    Check("step", "steps", "device_speed:grpo", 180),  # its first step compiles the blocks: a minute more
+    Check("memory", "steps", "device_speed:capped", 120),
     Check("continuous", "steps", "device_decode:continuous", 90, only_cuda=True),
     Check("vllm", "steps", "device_vllm:colocated", 240, only_cuda=True),
     Check("decode-vllm", "steps", "device_vllm:speed", 240, only_cuda=True),
@@ -87,7 +85,7 @@ def main(argv: Sequence[str] | None = None, *, run: Runner = apart) -> int:
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # as tools/launch sets it
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     command, outcomes, page = shlex.join(["python", "tools/device_check", *argv]), [], ""
-    with scratch() as folder:
+    with tempfile.TemporaryDirectory(prefix="device_check-") as folder:
         setting = Setting(device=args.device, tiny=args.tiny, scratch=folder)
         for number, outcome in enumerate(run([MACHINE, *chosen], setting, args.limit), 1):
             said = outcome.said or "; ".join(f"{figure.what} {shown(figure)}" for figure in outcome.figures)
@@ -112,20 +110,11 @@ def selected(names: str, part: str | None) -> list[Check]:
     return [check for check in CHECKS if (not wanted or check.name in wanted) and part in (None, check.part)]
 
 
-@contextmanager
-def scratch() -> Iterator[str]:
-    """A folder for models, in the host's memory where there is space; gone afterwards."""
-    memory = Path("/dev/shm")
-    spacious = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**34
-    with tempfile.TemporaryDirectory(prefix="device_check-", dir=memory if spacious else None) as folder:
-        yield folder
-
-
 # -- the page
 
 
 def lines(outcomes: Sequence[Outcome], command: str, tiny: bool) -> Iterator[str]:
-    """What it was measured on, when, and by which command; a row for each figure; how many checks of each state."""
+    """Device, date and command; a row for each figure; how many checks of each state."""
     machine, *checks = outcomes
     about = ", ".join(f"{figure.what} {figure.value}" for figure in machine.figures) or machine.said
     yield from ("# One device, measured", "", f"    {command}", "", f"{datetime.date.today()}; {about}.", "")
@@ -135,14 +124,23 @@ def lines(outcomes: Sequence[Outcome], command: str, tiny: bool) -> Iterator[str
     yield "| check | | figure | measured | goal | |"
     yield "|---|---|---|---|---|---|"
     for outcome in checks:
-        state = {OK: "ok", FAILED: "**FAILED**", LEFT_OUT: "left out"}[outcome.state]
-        rows = [(figure.what, shown(figure), goal(figure), judged(figure, tiny)) for figure in outcome.figures]
-        for n, cells in enumerate(rows or [(outcome.said.replace("|", "/"), "", "", "")]):
-            first = (f"`{outcome.check.name}`", state) if n == 0 else ("", "")
+        first = (f"`{outcome.check.name}`", "**FAILED**" if outcome.state == FAILED else outcome.state)
+        for cells in [row(figure, tiny) for figure in outcome.figures] or [
+            (outcome.said.replace("|", "/"), "", "", "")
+        ]:
             yield "| " + " | ".join((*first, *cells)) + " |"
+            first = ("", "")
     yield ""
     count = [f"{sum(outcome.state == state for outcome in outcomes)} {state}" for state in (OK, FAILED, LEFT_OUT)]
     yield f"{', '.join(count)}; {sum(outcome.seconds for outcome in outcomes):.0f} s in checks."
+
+
+def row(figure: Figure, tiny: bool) -> tuple[str, str, str, str]:
+    """What it is, the value, the goal, and whether that is met."""
+    goals = ((">=", figure.at_least), ("<=", figure.at_most))
+    goal = ", ".join(f"{sign} {at:,g} {figure.unit}".strip() for sign, at in goals if at is not None)
+    judgement = "" if tiny or figure.met is None else "met" if figure.met else "**missed**"
+    return figure.what, shown(figure), goal, judgement
 
 
 def shown(figure: Figure) -> str:
@@ -151,14 +149,3 @@ def shown(figure: Figure) -> str:
     if not isinstance(value, str):
         value = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return f"{value} {figure.unit}".strip()
-
-
-def goal(figure: Figure) -> str:
-    """What is wished for."""
-    parts = ((">=", figure.at_least), ("<=", figure.at_most))
-    return ", ".join(f"{sign} {at:,g} {figure.unit}".strip() for sign, at in parts if at is not None)
-
-
-def judged(figure: Figure, tiny: bool) -> str:
-    """Whether the goal is met."""
-    return "" if tiny or figure.met is None else "met" if figure.met else "**missed**"

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from device_parts import KEY, forget, full_float32, local, most_held, problems, random_prompt, require, seconds
+from device_parts import KEY, forget, full_float32, local, most_held, problems, random_prompt, require, seconds, within
 from device_runner import Figure, LeftOut, Setting
 from device_shapes import EOS, QWEN, TOY, Shape, Work, folder, sized
 from device_speed import ceilings
@@ -55,7 +55,6 @@ def exact(setting: Setting) -> list[Figure]:
     require(single.same >= 0.999, f"float32: got {single.same:.4f} of the tokens that an uncached forward pass draws")
     require(single.without >= 0.99, f"float32: got {single.without:.4f} of the tokens that are drawn without graphs")
     require(half.same >= 0.85, f"bfloat16: got {half.same:.4f} of the tokens that an uncached forward pass draws")
-    require(half.mean <= 0.05, f"bfloat16: got log-probs {half.mean:.2g} nats from the uncached in the mean")
     return [
         Figure("float32, log-probs from the uncached, most", single.most, "nats", at_most=1e-4),
         Figure("float32, tokens that the uncached draws, too", single.same, at_least=0.999),
@@ -63,7 +62,7 @@ def exact(setting: Setting) -> list[Figure]:
         Figure("float32, tokens without graphs", single.without, at_least=1.0),
         # A draw that rounding makes fall the other way, rightly, changes all that comes after it.
         Figure("float32, tokens in a quarter of the slots", single.fewer, at_least=0.98),
-        Figure("bfloat16, log-probs from the uncached, mean", half.mean, "nats", at_most=0.02),
+        within("bfloat16, log-probs from the uncached, mean", half.mean, 0.05, goal=0.02, unit="nats"),
         Figure("bfloat16, tokens that the uncached draws, too", half.same, at_least=0.9),
         Figure("bfloat16, tokens again with the same key", half.again, at_least=1.0),
         Figure("bfloat16, tokens without graphs", half.without, at_least=1.0),

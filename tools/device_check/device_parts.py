@@ -4,7 +4,7 @@ import platform
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -41,23 +41,15 @@ GB = 1e9
 def machine(setting: Setting) -> list[Figure]:
     """The card and what runs on it. Raises ValueError where the device is not there."""
     device = find_device(setting.device, 0)
+    card = f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         card = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    else:
-        card = f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
-    named = ("transformers", "triton", "peft", "flash-attn", "trl", "vllm")
-    there = [f"{name} {at}" for name in named if (at := installed(name))]
-    first = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]  # a package's has no word of CUDA
-    return [Figure("on", card), Figure("with", ", ".join([*first, *there]))]
-
-
-def installed(package: str) -> str:
-    """Its version; nothing where it is not."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    programs = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]  # a package's has no word of CUDA
+    for name in ("transformers", "triton", "peft", "flash-attn", "trl", "vllm"):
+        with suppress(PackageNotFoundError):
+            programs.append(f"{name} {version(name)}")
+    return [Figure("on", card), Figure("with", ", ".join(programs))]
 
 
 # -- a policy and a sampler
@@ -185,7 +177,12 @@ def built(
 
 def local(context: SamplerContext, work: Work) -> Any:
     """The local sampler in that context, with a slot for every row."""
-    options = SamplerOptions(
+    return local_sampler.local(context, options(context, work))
+
+
+def options(context: SamplerContext, work: Work) -> SamplerOptions:
+    """What every sampler of that work is given."""
+    return SamplerOptions(
         tokenizer=Numbers(),
         token_sampler=partial(sampling.categorical, temperature=1.0),
         encode=partial(random_prompt, context.config.vocab_size, work.prompt),
@@ -193,7 +190,6 @@ def local(context: SamplerContext, work: Work) -> Any:
         stop=(),
         max_rows=work.rows,
     )
-    return local_sampler.local(context, options)
 
 
 class Numbers(PreTrainedTokenizerBase):
@@ -258,9 +254,9 @@ def peak(device: str) -> float:
     return torch.cuda.max_memory_allocated() / GB if device == "cuda" else 0.0
 
 
-def most_held(setting: Setting, what: str = "peak memory") -> list[Figure]:
+def most_held(setting: Setting) -> list[Figure]:
     """`peak` as a figure; none on a CPU."""
-    return [Figure(what, peak(setting.device), "GB")] if setting.device == "cuda" else []
+    return [Figure("peak memory", peak(setting.device), "GB")] if setting.device == "cuda" else []
 
 
 def forget(device: str) -> None:
@@ -294,3 +290,9 @@ def require(holds: bool, what: str) -> None:
     """Raise AssertionError, saying `what`, unless it holds; a plain assert is not run under python -O."""
     if not holds:
         raise AssertionError(what)
+
+
+def within(what: str, value: float, most: float, *, goal: float, unit: str = "") -> Figure:
+    """The figure, with a goal. Raises AssertionError for one above `most`."""
+    require(value <= most, f"{what}: got {value:.2g}, expected at most {most:g}")
+    return Figure(what, value, unit, at_most=goal)

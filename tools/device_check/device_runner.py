@@ -1,7 +1,4 @@
-"""Checks one after another, each in a process of its own and with a deadline, whatever the one before did.
-
-Nothing here needs torch; what a check needs it imports where it runs.
-"""
+"""Checks one after another, each in a process of its own and with a deadline, whatever the one before did. No torch."""
 
 import importlib
 import multiprocessing
@@ -52,10 +49,9 @@ class Figure(NamedTuple):
     @property
     def met(self) -> bool | None:
         """Whether the goal is reached; None without one."""
-        if self.at_least is None and self.at_most is None:
-            return None
-        enough = self.at_least is None or float(self.value) >= self.at_least
-        return enough and (self.at_most is None or float(self.value) <= self.at_most)
+        sides = [] if self.at_least is None else [float(self.value) >= self.at_least]
+        sides += [] if self.at_most is None else [float(self.value) <= self.at_most]
+        return all(sides) if sides else None
 
 
 class Outcome(NamedTuple):
@@ -88,52 +84,50 @@ def apart(checks: Sequence[Check], setting: Setting, limit: float) -> Iterator[O
 
 
 def in_a_process(check: Check, setting: Setting, until: float) -> Outcome:
-    """What comes of the check in a process that is ended when it is late, or when the run's time is over."""
+    """The outcome of a check in a process that is ended when it is late, or when the run's time is over."""
     context = multiprocessing.get_context("spawn")
-    mine, its = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(its, check, setting), name=check.name)
-    begun, state = time.monotonic(), FAILED
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(sender, check, setting), name=check.name)
+    began, state = time.monotonic(), FAILED
     process.start()
-    its.close()
+    sender.close()
     try:
         for what, seconds in (("beginning", START), (check.name, check.deadline + GRACE)):
             since = time.monotonic()
-            if not mine.poll(max(0.0, min(seconds, until - since))):
+            if not receiver.poll(max(0.0, min(seconds, until - since))):
                 said = f"{what}: no answer within {seconds:g} s; its stacks are above"
                 if since + seconds > until:  # it was not given what it may take
-                    waited = time.monotonic() - begun
+                    waited = time.monotonic() - began
                     state, said = LEFT_OUT, f"had {waited:.0f} of its {check.deadline:g} s before the run's limit"
                 break
-            outcome = mine.recv()
+            outcome = receiver.recv()
         else:
             return outcome
     except (EOFError, ConnectionError):
         process.join(GRACE)
         said = f"{what}: the process ended with {process.exitcode}; its last words are above"
     finally:
-        mine.close()
+        receiver.close()
         process.join(0.0 if state == LEFT_OUT else GRACE)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    return Outcome(check, state, (), said, time.monotonic() - begun)
+        process.kill()  # nothing, where it has ended
+        process.join()
+    return Outcome(check, state, (), said, time.monotonic() - began)
 
 
 def work(pipe: Connection, check: Check, setting: Setting) -> None:
-    """The process: report that it has begun, then the result of the check. A late one prints where it stands."""
+    """The process: report that it has begun, then the outcome of the check. A late one prints where it stands."""
     with suppress(ImportError):  # which the attempt reports
         importlib.import_module(check.where.partition(":")[0])  # torch's own start is no part of a check
     pipe.send("begun")
     with stacks_after(check.deadline):
-        outcome = attempted(check, setting)
-    pipe.send(outcome)
+        pipe.send(attempted(check, setting))
 
 
 def attempted(check: Check, setting: Setting) -> Outcome:
-    """What comes of the check here and now."""
+    """The outcome of a check in this process."""
     if check.only_cuda and setting.device == "cpu":
         return Outcome(check, LEFT_OUT, (), "needs CUDA", 0.0)
-    begun = time.perf_counter()
+    began = time.perf_counter()
     module, _, name = check.where.partition(":")
     try:
         function: Callable[..., Sequence[Figure]] = getattr(importlib.import_module(module), name)
@@ -144,7 +138,7 @@ def attempted(check: Check, setting: Setting) -> Outcome:
         traceback.print_exc()
         first = str(error).split("\n")[0][:300]
         state, figures, said = FAILED, (), f"{type(error).__name__}: {first}".removesuffix(": ")
-    return Outcome(check, state, figures, said, time.perf_counter() - begun)
+    return Outcome(check, state, figures, said, time.perf_counter() - began)
 
 
 @contextmanager

@@ -1,18 +1,17 @@
 """vLLM in the process that trains: pushes, fingerprints, the probe, sleep and waking with real memory; its speed."""
 
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from device_decode import WORK, context, timed
-from device_parts import GB, KEY, Numbers, built, random_prompt, require
+from device_parts import GB, KEY, built, options, require
 from device_runner import Figure, LeftOut, Setting
 from device_shapes import QWEN, Work, folder, sized
 
 from grpo_fn.algo.step import AT_THE_START
-from grpo_fn.core import prng, sampling
-from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext, SamplerOptions
+from grpo_fn.core import prng
+from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.vllm import vllm_sampler
 from grpo_fn.shell.vllm.engine import check_installed
@@ -75,17 +74,9 @@ def needed() -> None:
 
 def engine_in(place: SamplerContext, work: Work, *, tokens: int, cache: int) -> Any:
     """The sampler, as gin/engine/vllm_colocated.gin makes it; `cache` bytes of keys and values, on a CPU."""
-    options = SamplerOptions(
-        tokenizer=Numbers(),
-        token_sampler=partial(sampling.categorical, temperature=1.0),
-        encode=partial(random_prompt, place.config.vocab_size, work.prompt),
-        max_new_tokens=work.new,
-        stop=(),
-        max_rows=work.rows,
-    )
     return vllm_sampler.colocated_sampler(
         place,
-        options,
+        options(place, work),
         max_model_len=tokens,
         extra={},
         tensor_parallel=1,

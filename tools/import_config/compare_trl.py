@@ -76,26 +76,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = flags().parse_args(argv)
     cases = [case for case in CASES if args.only in case.name]
     if not args.trl_python.exists():
-        print(f"error: --trl_python: got {args.trl_python}, wanted the python of TRL's environment", file=sys.stderr)
+        print(f"error: --trl_python: got {args.trl_python}, expected the python of TRL's environment", file=sys.stderr)
         return 2
     if not cases:
-        print(f"error: --only: got {args.only!r}, wanted text of a configuration's name", file=sys.stderr)
+        print(f"error: --only: got {args.only!r}, expected text of a configuration's name", file=sys.stderr)
         return 2
     torch.set_num_threads(1)  # a model of a few thousand parameters
-    drafts = [draft_of(case.config) for case in cases]
+    drafts = [(case, draft_of(case.config)) for case in cases]
     with tempfile.TemporaryDirectory() as name:
         model, shared = samples(Path(name))
-        imports = [case for case, draft in zip(cases, drafts, strict=True) if isinstance(draft, Draft)]
+        imports = [case for case, draft in drafts if isinstance(draft, Draft)]
         theirs, versions = trl_gradients(args.trl_python, imports, shared, Path(name))
-        results = [
-            judged(case, draft, theirs.get(case.name), shared, model, Path(name))
-            for case, draft in zip(cases, drafts, strict=True)
-        ]
-    page = "\n".join(written(results, versions))
+        results = [judged(c, draft, theirs.get(c.name), shared, model, Path(name)) for c, draft in drafts]
+    page = "\n".join(written(results, versions)) + "\n"
     if args.out is None:
-        print(page)
+        sys.stdout.write(page)
     else:
-        args.out.write_text(page + "\n", encoding="utf-8")
+        args.out.write_text(page, encoding="utf-8")
     silent = [result for result in results if result.outcome == "silent"]
     for result in silent:
         print(f"silent: {result.name}: {result.apart:.1e}", file=sys.stderr)

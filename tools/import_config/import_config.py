@@ -42,7 +42,6 @@ def flags() -> argparse.ArgumentParser:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", type=Path)
-    parser.add_argument("--kind", choices=("nemo_rl", "trl"), help="whose it is (default: by its keys)")
     parser.add_argument("--world", type=int, default=1, metavar="N", help="TRL: processes of the original (default 1)")
     parser.add_argument("--rows", type=int, metavar="N", help="training rows, where the file counts epochs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the gin file (default: standard output)")
@@ -58,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.out is not None and args.out.exists():
             raise ValueError(f"--out: got {args.out}, which exists; wanted a free name")
         config = inherited(args.config)
-        if (args.kind or kind_of(config)) == "trl":
+        if kind_of(config) == "trl":
             draft = from_trl(config, args.world, args.rows)
         else:
             draft = from_nemo_rl(config, args.rows)
