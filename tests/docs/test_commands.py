@@ -23,7 +23,6 @@ FIRST = {each.text: each for each in reversed(ALL)}  # a line that stands on sev
 # Later commands of a page do not wait for these. Flags are read by the tool's own parser all the same.
 SLOW = {
     "python tools/tables docs/algorithms/bias.md": "some 40 s; tests/algo/test_bias_table.py measures some of it",
-    "python tools/tables docs/experiments/paired.md": "5 s; tests/tools/test_coupling.py measures some of it",
     "python tools/tables docs/tasks/procedural.md": "minutes; tests/tasks/test_tasks_procedural.py measures some of it",
     "OMP_NUM_THREADS=1 python experiments/vmap_sweep/idea.py --repeats 5": "6 s",
 }

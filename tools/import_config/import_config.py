@@ -57,10 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.out is not None and args.out.exists():
             raise ValueError(f"--out: got {args.out}, which exists; wanted a free name")
         config = inherited(args.config)
-        if kind_of(config) == "trl":
-            draft = from_trl(config, args.world, args.rows)
-        else:
-            draft = from_nemo_rl(config, args.rows)
+        trl = kind_of(config) == "trl"
+        draft = from_trl(config, args.world, args.rows) if trl else from_nemo_rl(config, args.rows)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
