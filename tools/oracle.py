@@ -88,7 +88,7 @@ def make_runs(names: Sequence[str]) -> dict[str, dict[str, Any] | str]:
     signal.alarm(DEADLINE)
     with tempfile.TemporaryDirectory(prefix="oracle-") as folder:
         tree = Path(folder) / "tree"
-        for part in ("grpo_fn", "gin", "experiments/tiny", "tests/e2e"):  # a copy, so that the working tree may change meanwhile
+        for part in ("grpo_fn", "gin", "experiments/tiny", "tests/e2e"):  # the working tree may change meanwhile
             shutil.copytree(ROOT / part, tree / part)
         texts = ((f"What is {a}+{b}? ", f"\\boxed{{{a + b}}}") for a in range(6) for b in range(6))
         rows = [json.dumps({"prompt": prompt, "completion": text}) for prompt, text in texts]

@@ -1,16 +1,12 @@
 """Programs that are not ours and are not run, why, and what is looked at: whatever of ours is named to them exists."""
 
-import json
 import re
 import tomllib
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
-import yaml
 from docs.doing import Place, Site
 from docs.pages import ROOT
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -51,67 +47,10 @@ def required(word: str) -> None:
         assert allowed.specifier.contains(f"{version}.0"), f"got {word}, wanted {allowed}"
 
 
-def venv(argv: Sequence[str], place: Place, site: Site) -> None:
-    """A Python that is allowed makes a folder that the launchers or the Makefile look for."""
-    assert "venv" in argv, argv
-    assert argv[-1] in (".venv", ".venv-vllm"), argv
-    if version := re.fullmatch(r"python(3\.\d+)", argv[0]):
-        assert SpecifierSet(PROJECT["requires-python"]).contains(f"{version[1]}.0"), argv
-
-
-def activate(argv: Sequence[str], place: Place, site: Site) -> None:
-    assert re.fullmatch(r"\.venv(-vllm)?/bin/activate", argv[1]), argv
-
-
-def kubectl(argv: Sequence[str], place: Place, site: Site) -> None:
-    """Manifests are YAML with a kind each; a patch is JSON of fields that the Job of this name has."""
-    if argv[1] == "apply":
-        found = [*yaml.safe_load_all((place.folder / argv[argv.index("-f") + 1]).read_text())]
-        assert found
-        assert all({"apiVersion", "kind", "metadata", "spec"} <= each.keys() for each in found)
-        (job,) = (each for each in found if each["kind"] == "Job")
-        given = job["spec"]["template"]["spec"]["containers"][0]["args"]
-        named = [word for flag, word in pairwise(given) if flag == "--gin_file"]
-        assert named
-        assert all((ROOT / name).exists() or (ROOT / "gin" / name).exists() for name in named), named
-    else:
-        assert [*argv[1:3]] == ["patch", "job"], argv
-        jobs = [*yaml.safe_load_all((ROOT / "tools/launch/kubernetes.yaml").read_text())]
-        assert argv[3] in [each["metadata"]["name"] for each in jobs if each["kind"] == "Job"]
-        assert json.loads(argv[argv.index("-p") + 1])["spec"].keys() <= {"suspend"}  # of batch/v1
-
-
-def docker(argv: Sequence[str], place: Place, site: Site) -> None:
-    """The Dockerfile and all that it copies are there."""
-    text = (place.folder / argv[argv.index("-f") + 1]).read_text()
-    copied = [word for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE) for word in line.split()[:-1]]
-    assert copied
-    assert all((ROOT / word).exists() for word in copied if not word.startswith("--")), copied
-
-
-def said_by(path: str) -> Callable:
-    """A program that a launcher of ours calls so."""
-
-    def rule(argv: Sequence[str], place: Place, site: Site) -> None:
-        assert " ".join(argv) in (ROOT / path).read_text(), f"{path} does not call {' '.join(argv)}"
-
-    return rule
-
-
-def scontrol(argv: Sequence[str], place: Place, site: Site) -> None:
-    said_by("tools/launch/slurm.sbatch")(argv, place, site)
-
-
-def wandb(argv: Sequence[str], place: Place, site: Site) -> None:
-    """The folder is where the mirror has it."""
-    assert argv[1] == "sync"
-    assert "RUN_DIR/" + argv[2].partition("/")[2] in (ROOT / "grpo_fn/shell/logging/tracker.py").read_text(), argv
-
-
-def trackio(argv: Sequence[str], place: Place, site: Site) -> None:
-    """The project is the one that a run goes to."""
-    assert argv[1:3] == ["show", "--project"]
-    assert f'tracker.trackio.destination = "{argv[3]}:offline"' in (ROOT / "gin/logging.gin").read_text(), argv
+def named(argv: Sequence[str], place: Place, site: Site) -> None:
+    """Files of the repository that are named exist."""
+    paths = [word for word in argv[1:] if re.match(r"(docs|experiments|gin|grpo_fn|tests|tools)/", word)]
+    assert all((ROOT / path).exists() for path in paths), paths
 
 
 def model_folder(argv: Sequence[str], place: Place, site: Site) -> None:
@@ -120,28 +59,20 @@ def model_folder(argv: Sequence[str], place: Place, site: Site) -> None:
     assert (place.folder / folder / "config.json").is_file(), argv
 
 
-def touch(argv: Sequence[str], place: Place, site: Site) -> None:
-    """make's mark that an environment is ready, which was not made here."""
-    assert argv[-1] in (".venv/ready", ".venv-vllm/ready"), argv
-
-
-# Not run, and why; what they name of ours is looked at.
+# Not run, and why.
 FOREIGN = {
     "pip": (pip, "would install, from a network"),
-    "python3.11": (venv, "may not be this Python: it makes an environment"),
-    "source": (activate, "a file of the environment that was made before"),
-    ".": (activate, "the same"),
-    "kubectl": (
-        kubectl,
-        "wants a cluster; tests/launch holds the manifests against the schema, runs the command",
-    ),
-    "docker": (docker, "wants a daemon"),
-    "nvidia-smi": (said_by("tools/launch/torchrun.sh"), "wants a driver; tests/launch has a stand-in"),
-    "scontrol": (scontrol, "wants Slurm; tests/launch has a stand-in"),
-    "scancel": (scontrol, "the same"),
-    "touch": (touch, "marks what make would have made"),
-    "wandb": (wandb, "would send, to an account"),
-    "trackio": (trackio, "would open a page and stay"),
+    "python3.11": (named, "may not be this Python: it makes an environment"),
+    "source": (named, "a file of the environment that was made before"),
+    ".": (named, "the same"),
+    "touch": (named, "marks what make would have made"),
+    "kubectl": (named, "wants a cluster; tests/launch holds the manifests against the schema, runs the command"),
+    "docker": (named, "wants a daemon; tests/launch looks at the Dockerfile"),
+    "nvidia-smi": (named, "wants a driver; tests/launch has a stand-in"),
+    "scontrol": (named, "wants Slurm; tests/launch has a stand-in"),
+    "scancel": (named, "the same"),
+    "wandb": (named, "would send, to an account"),
+    "trackio": (named, "would open a page and stay"),
     "transformers": (model_folder, "would serve, and stay"),
     "vllm": (model_folder, "the same"),
     "lm_eval": (model_folder, "is in an environment of its own"),

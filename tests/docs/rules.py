@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from docs.doing import PATIENCE, Place, Site, begun, forked, well
-from docs.foreign import FOREIGN, model_folder, pip, venv
+from docs.foreign import FOREIGN, model_folder, named, pip
 from docs.launchers import agent_arguments, checks, found, ranks, server, submitted
 from docs.pages import ROOT, pipelines
 
@@ -57,7 +57,7 @@ def one(argv: Sequence[str], place: Place, site: Site) -> None:
 def python(argv: Sequence[str], place: Place, site: Site) -> None:
     """A module, a text or a file."""
     if argv[1:3] == ["-m", "venv"]:
-        venv(argv, place, site)
+        named(argv, place, site)
     elif argv[1] == "-m":
         MODULES.get(argv[2], unknown)(argv[1:], place, site)
     elif argv[1] == "-c":

@@ -167,7 +167,7 @@ def test_a_command_is_found_wherever_it_stands(
         ("python -m grpo_fn.lab.sweep --out x --girds SEED=0", "ended with 2"),
         ("pip install -e '.[no_such]'", "wanted extras of"),
         ("pip install 'torch==1.0.*'", "wanted torch"),
-        ("kubectl patch job no_such -p '{\"spec\":{}}'", "no_such"),
+        ("kubectl apply -f tools/launch/no_such.yaml", "no_such"),
         ("python tools/bench --no_such", "ended with 2"),
     ],
 )
