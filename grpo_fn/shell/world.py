@@ -68,14 +68,14 @@ class World:
         """A gloo group of all ranks, for objects, with this world's deadline. Every rank has to ask for it."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.deadline))
 
-    def exchange(self, mine: T, *, what: str) -> list[T]:
+    def exchange(self, value: T, *, what: str) -> list[T]:
         """What every rank brings, in rank order, the tensors in it on this rank's device."""
         if self.size == 1:
-            return [mine]
-        brought: list[Any] = [None] * self.size
+            return [value]
+        values: list[Any] = [None] * self.size
         with self.talking(what):
-            dist.all_gather_object(brought, tree_map_only(Tensor, lambda x: x.cpu(), mine), group=self._objects)
-        return [tree_map_only(Tensor, lambda x: x.to(self.device), one) for one in brought]
+            dist.all_gather_object(values, tree_map_only(Tensor, lambda x: x.cpu(), value), group=self._objects)
+        return [tree_map_only(Tensor, lambda x: x.to(self.device), x) for x in values]
 
     def agree(self, f: Callable[[], T], *, what: str) -> T:
         """What `f` returns on the main rank, on all of them; what it raises there is raised on all of them."""
@@ -96,12 +96,12 @@ class World:
                 pass
             return self.agree(f, what=what)
         worker = BackgroundWorker(what, timeout=None)
-        making = worker.submit(f, what=what)
-        while not wait([making], timeout=self.deadline / BEATS).done:
+        future = worker.submit(f, what=what)
+        while not wait([future], timeout=self.deadline / BEATS).done:
             self.exchange(True, what=what)
         worker.shutdown(wait=False)
         self.exchange(False, what=what)
-        return self.agree(making.result, what=what)
+        return self.agree(future.result, what=what)
 
     def together(self, f: Callable[[], T], *, what: str) -> T:
         """What `f` returns on this rank, once it has returned on every rank; where it raised on one, all raise."""
@@ -115,9 +115,9 @@ class World:
 
     def same(self, value: Any, *, what: str) -> None:
         """Raise RuntimeError on all ranks unless they bring the same: they would deadlock, or train on other data."""
-        brought = self.exchange(value, what=what)
-        if odd := [rank for rank, other in enumerate(brought) if other != brought[0]]:
-            raise RuntimeError(f"{what}: got {brought[odd[0]]} on rank {odd[0]}, wanted {brought[0]} as on rank 0")
+        values = self.exchange(value, what=what)
+        if odd := [rank for rank, other in enumerate(values) if other != values[0]]:
+            raise RuntimeError(f"{what}: got {values[odd[0]]} on rank {odd[0]}, wanted {values[0]} as on rank 0")
 
     @contextmanager
     def talking(self, what: str) -> Iterator[None]:

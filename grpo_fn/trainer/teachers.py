@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -138,21 +138,21 @@ def teacher_logp(
 ) -> Float[Tensor, "B T"]:
     """Log-probs of the sampled tokens, each row's under the teacher of its problem."""
     size = groups.reward.value.shape[1]
-    chosen = [key(problem) for problem in groups.problems]
+    keys = [key(problem) for problem in groups.problems]
     out = torch.zeros_like(groups.rollout.logp_sampled)
-    for name in sorted({*chosen}):
-        of_name = [p for p, found in enumerate(chosen) if found == name]
-        rows = [p * size + g for p in of_name for g in range(size)]
-        some = select_groups(groups, of_name)
+    for name in sorted({*keys}):
+        problems = [p for p, other in enumerate(keys) if other == name]
+        rows = [p * size + g for p in problems for g in range(size)]
+        part = select_groups(groups, problems)
         if name in changes:
-            out[rows] = logp_behind_prompts(some, logp_old[rows], ask=teachers[name], change=changes[name])
+            out[rows] = logp_behind_prompts(part, logp_old[rows], teacher=teachers[name], change=changes[name])
         else:
-            out[rows] = teachers[name](some.rollout)
+            out[rows] = teachers[name](part.rollout)
     return out
 
 
 def logp_behind_prompts(
-    groups: Groups, logp_old: Float[Tensor, "B T"], *, ask: TeacherLogp, change: PromptChange
+    groups: Groups, logp_old: Float[Tensor, "B T"], *, teacher: TeacherLogp, change: PromptChange
 ) -> Float[Tensor, "B T"]:
     """Log-probs of the sampled tokens under a teacher that reads other prompts before them.
 
@@ -165,15 +165,14 @@ def logp_behind_prompts(
     first = rollout.mask.long().argmax(-1)
     length = (places.amax(-1) + 1 - first).tolist()
     encode, limit = cache(change.encode), change.positions
-    taught = {
+    prompts = {
         b: encode(prompt)
         for b, prompt in enumerate(teacher_prompts(groups, change.prompt))
         if prompt is not None and (limit is None or len(encode(prompt)) + length[b] <= limit)
     }
-    if taught:
-        rows, prompts = [*taught], [*taught.values()]
-        asked = Rollout(*(x[rows] for x in rollout[:4]), tuple(rollout.text[b] for b in rows))
-        out[rows] = restore_places(ask(change_prompts(asked, prompts)), prompts, asked)
+    if rows := [*prompts]:
+        part = Rollout(*(x[rows] for x in rollout[:4]), tuple(rollout.text[b] for b in rows))
+        out[rows] = restore_places(teacher(change_prompts(part, [*prompts.values()])), [*prompts.values()], part)
     return out
 
 
@@ -182,7 +181,7 @@ def teacher_prompts(groups: Groups, prompt: PrivilegedPrompt | None) -> list[str
     size, reward = groups.reward.value.shape[1], groups.reward
     value, valid = reward.value.tolist(), reward.valid.tolist()
     parts = {name: x.tolist() for name, x in reward.parts.items()}
-    found: list[str | None] = []
+    prompts: list[str | None] = []
     for p, problem in enumerate(groups.problems):
         samples = [
             Sample(
@@ -192,8 +191,8 @@ def teacher_prompts(groups: Groups, prompt: PrivilegedPrompt | None) -> list[str
             )
             for g in range(size)
         ]
-        found += [problem.prompt if prompt is None else prompt(problem, samples, g) for g in range(size)]
-    return found
+        prompts += [problem.prompt if prompt is None else prompt(problem, samples, g) for g in range(size)]
+    return prompts
 
 
 def ask_server(served: VllmTeacher, world: World, rollout: Rollout) -> Float[Tensor, "B T"]:
@@ -213,11 +212,11 @@ def check_teacher_shapes(
     """Raise ValueError for a teacher that cannot read every token, or not as many of them, as the policy writes."""
     longest = positions(own) if max_total_tokens is None else max_total_tokens
     for name, config in models.items():
-        theirs, ours = (one.get_text_config().vocab_size for one in (config, own))
-        if theirs < ours:
+        rows, least = config.get_text_config().vocab_size, own.get_text_config().vocab_size
+        if rows < least:
             raise ValueError(
-                f"sections.Teacher.models: got {name!r} with {theirs} rows in its embedding, wanted at least the "
-                f"policy's {ours}, as the policy can sample each of them"
+                f"sections.Teacher.models: got {name!r} with {rows} rows in its embedding, wanted at least the "
+                f"policy's {least}, as the policy can sample each of them"
             )
         reach = positions(config)
         if reach is not None and (longest is None or reach < longest):
@@ -229,14 +228,14 @@ def check_teacher_shapes(
 
 def check_same_tokenizer(name: str, teacher: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> None:
     """Raise ValueError, naming the first difference, unless both have the same token for every id."""
-    theirs, ours = ({i: token for token, i in one.get_vocab().items()} for one in (teacher, own))
-    differing = sorted(i for i in theirs.keys() | ours.keys() if theirs.get(i) != ours.get(i))
-    if differing:
+    tokens, own_tokens = ({i: token for token, i in x.get_vocab().items()} for x in (teacher, own))
+    ids = tokens.keys() | own_tokens.keys()
+    if differing := sorted(i for i in ids if tokens.get(i) != own_tokens.get(i)):
         i = differing[0]
         raise ValueError(
             f"sections.Teacher.models: got {name!r} ({teacher.name_or_path}) whose tokenizer has "
-            f"{token_text(theirs.get(i))} as token {i}, wanted the policy's ({own.name_or_path}), which has "
-            f"{token_text(ours.get(i))}; {len(differing)} of {len(theirs.keys() | ours.keys())} tokens differ"
+            f"{token_text(tokens.get(i))} as token {i}, wanted the policy's ({own.name_or_path}), which has "
+            f"{token_text(own_tokens.get(i))}; {len(differing)} of {len(ids)} tokens differ"
         )
 
 
@@ -248,9 +247,9 @@ def token_text(token: str | None) -> str:
 def check_keys(problems: Sequence[Problem], models: Mapping[str, object], key: Callable[[Problem], str]) -> None:
     """Raise ValueError for a problem whose key names no teacher."""
     for problem in problems:
-        if (found := key(problem)) not in models:
+        if (name := key(problem)) not in models:
             raise ValueError(
-                f"sections.Teacher.key: got {found!r} for the problem {problem.prompt[:60]!r}, wanted one of "
+                f"sections.Teacher.key: got {name!r} for the problem {problem.prompt[:60]!r}, wanted one of "
                 f"{', '.join(map(repr, models))}, the keys of sections.Teacher.models"
             )
 
@@ -260,10 +259,10 @@ def open_teachers(
 ) -> dict[str, tuple[str, PreTrainedTokenizerBase]]:
     """The folder of each teacher, made or found, and its tokenizer, which has proven to be the policy's."""
     folders = {name: source.folder() for name, source in sources.items()}
-    found = {name: (folder, hf.load_tokenizer(folder)) for name, folder in folders.items()}
-    for name, (_, theirs) in found.items():
-        check_same_tokenizer(name, theirs, own)
-    return found
+    teachers = {name: (folder, hf.load_tokenizer(folder)) for name, folder in folders.items()}
+    for name, (_, tokenizer) in teachers.items():
+        check_same_tokenizer(name, tokenizer, own)
+    return teachers
 
 
 def template_difference(
@@ -275,25 +274,22 @@ def template_difference(
 ) -> str | None:
     """How a teacher's own chat template would give other tokens than the policy's; None where it does not."""
     for prompt in islice(prompts, COMPARED):
-        ours = encode(own, prompt)
+        own_ids = encode(own, prompt)
         try:
-            theirs = encode(teacher, prompt)
+            ids = encode(teacher, prompt)
         except ValueError as error:
-            return _said_of(name, f"that it cannot read {prompt[:60]!r} ({error})")
-        if theirs != ours:
-            at = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
-            at = min(len(theirs), len(ours)) if at is None else at
-            got, wanted = (own.convert_ids_to_tokens(ids[at]) if at < len(ids) else None for ids in (theirs, ours))
-            found = f"{token_text(got)} as token {at} of {prompt[:60]!r}, the policy's {token_text(wanted)}"
-            return _said_of(name, found)
+            difference = f"that it cannot read {prompt[:60]!r} ({error})"
+        else:
+            if ids == own_ids:
+                continue
+            at = next(i for i, (a, b) in enumerate(zip_longest(ids, own_ids)) if a != b)
+            token, own_token = (own.convert_ids_to_tokens(x[at]) if at < len(x) else None for x in (ids, own_ids))
+            difference = f"{token_text(token)} as token {at} of {prompt[:60]!r}, the policy's {token_text(own_token)}"
+        return (
+            f"teacher {name!r}: its own chat template has {difference}; it reads the policy's prompt, unless "
+            "sections.Teacher.encode_prompt = @hf.encode_prompt gives it its own"
+        )
     return None
-
-
-def _said_of(name: str, found: str) -> str:
-    return (
-        f"teacher {name!r}: its own chat template has {found}; it reads the policy's prompt, unless "
-        "sections.Teacher.encode_prompt = @hf.encode_prompt gives it its own"
-    )
 
 
 def check_teacher_prompts(
@@ -338,10 +334,10 @@ def find_teachers(settings: Settings, own: PretrainedConfig) -> dict[str, tuple[
     check_self_teachers(settings.teacher)
     for teacher in settings.teacher.on_servers().values():
         teacher.check_temperature(settings.sampling.temperature)
-    found = {name: (source, source.config()) for name, source in settings.teacher.sources().items()}
-    shapes = {name: config for name, (_, config) in found.items()}
+    loaded = {name: (source, source.config()) for name, source in settings.teacher.sources().items()}
+    shapes = {name: config for name, (_, config) in loaded.items()}
     check_teacher_shapes(shapes, own, settings.sampling.max_total_tokens)
-    return found
+    return loaded
 
 
 def check_self_teachers(how: Teacher) -> None:

@@ -182,7 +182,7 @@ def test_the_same_tokens_are_read_behind_the_other_prompt_and_other_rows_say_wha
     groups = group_of("ab", "c", "def")
     old = groups.rollout.logp_sampled
     change = PromptChange(prompt=siblings, encode=letters, positions=None)
-    got = teachers.logp_behind_prompts(groups, old, ask=partial(counting, seen), change=change)
+    got = teachers.logp_behind_prompts(groups, old, teacher=partial(counting, seen), change=change)
     assert seen == [letters("qcdef" + "ab"), letters("qabc" + "def")]
     mask = groups.rollout.mask
     assert got[0][mask[0]].tolist() == [-1.0, -2.0]
@@ -194,7 +194,9 @@ def test_the_same_tokens_are_read_behind_the_other_prompt_and_other_rows_say_wha
 def test_a_row_that_is_longer_than_the_teacher_reads_is_not_taught():
     groups, seen = group_of("ab", "c", "def"), []
     change = PromptChange(prompt=siblings, encode=letters, positions=6)
-    got = teachers.logp_behind_prompts(groups, groups.rollout.logp_sampled, ask=partial(counting, seen), change=change)
+    got = teachers.logp_behind_prompts(
+        groups, groups.rollout.logp_sampled, teacher=partial(counting, seen), change=change
+    )
     assert seen == []
     mask = groups.rollout.mask
     assert torch.equal(got[mask], groups.rollout.logp_sampled[mask])

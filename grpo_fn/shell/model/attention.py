@@ -531,8 +531,8 @@ def bucketed_attention(
         if groups > 1:  # query head h reads head h // groups of the keys
             k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
         q, k, v = (rearrange(x, "b n h d -> b h n d") for x in (q, k, v))
-        seen = core(q, k, v, layout.mask(number, how.window, query.dtype), how)
-        outputs.append(rearrange(seen, "b h n d -> b n h d"))
+        out = core(q, k, v, layout.mask(number, how.window, query.dtype), how)
+        outputs.append(rearrange(out, "b h n d -> b n h d"))
     return layout.stream_order(outputs)
 
 

@@ -561,10 +561,10 @@ def has_linear_head(model: nn.Module) -> bool:
         return False
     ids = torch.arange(4, device=head.weight.device)[None]
     probe = torch.linspace(-1e3, 1e3, len(head.weight)).to(head.weight)
-    entered = []
+    inputs = []
 
     def instead(_: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor:
-        entered.append(args[0])
+        inputs.append(args[0])
         return probe.expand_as(logits)
 
     with without_dropout(model):  # some may be training: the dropout of adapters
@@ -572,4 +572,4 @@ def has_linear_head(model: nn.Module) -> bool:
         with head.register_forward_hook(instead, prepend=True):
             left = model(input_ids=ids, use_cache=False).logits
     untouched = torch.equal(left.float(), probe.float().expand_as(left))
-    return untouched and torch.allclose(entered[0].float(), hidden.float(), rtol=1e-3, atol=1e-3)
+    return untouched and torch.allclose(inputs[0].float(), hidden.float(), rtol=1e-3, atol=1e-3)

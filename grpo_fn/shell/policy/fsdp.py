@@ -252,13 +252,15 @@ class FSDPPolicy:
             self.scale, self.good_steps = self.loss_scale(scale, self.good_steps, finite)
         if finite:
             # 1e-6 as torch's clip_grad_norm_ has it; one pass over the gradients for the clip and the loss scale.
-            clip_gradients_(params, min(1.0, self.max_grad_norm / (norm + 1e-6)) / scale)
+            if (factor := min(1.0, self.max_grad_norm / (norm + 1e-6)) / scale) != 1.0:
+                for p in params:
+                    hf.local_part(p.grad).mul_(factor)
             if self._noted is not None:
                 grads = {name: x.grad for name, x in self.named_tensors().items() if x.grad is not None}
                 self._noted.gradients.append(block_digests(grads))
-            factor = self.schedule(self.updates)
+            rate = self.schedule(self.updates)
             for group, lr in zip(self.optimizer.param_groups, self.base_lr, strict=True):
-                group["lr"] = lr * factor
+                group["lr"] = lr * rate
             self.optimizer.step()
             self.updates += 1
             if self._average is not None:
@@ -437,13 +439,6 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
         by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
     norms = [full_tensor(nn.utils.get_total_norm(part)) for part in by_mesh.values()]
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-
-
-def clip_gradients_(params: list[nn.Parameter], factor: float) -> None:
-    """Multiply the gradients by the factor that clipping and the loss scale make together."""
-    if factor != 1.0:
-        for p in params:
-            hf.local_part(p.grad).mul_(factor)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -182,18 +182,12 @@ def _cast_when_gathered(kept: Tensor) -> None:
     itself = weakref.ref(kept)  # no cycle: memory is freed when the weight is let go of
 
     def pre_all_gather(mesh: Any) -> tuple[tuple[Tensor], Tensor]:
-        return (kept_tensor(itself).new_empty(0),), kept_tensor(itself)  # nothing is gathered
+        if (tensor := itself()) is None:
+            raise RuntimeError("got a weight that was replaced after skip_copies, wanted the one that it was given")
+        return (tensor.new_empty(0),), tensor  # nothing is gathered
 
     kept.fsdp_pre_all_gather = pre_all_gather
     kept.fsdp_post_all_gather = cast_weight
-
-
-def kept_tensor(itself: "weakref.ref[Tensor]") -> Tensor:
-    """The tensor that is referred to. Raises RuntimeError where it is gone, as its weight was replaced meanwhile."""
-    tensor = itself()
-    if tensor is None:
-        raise RuntimeError("got a weight that was replaced after skip_copies, wanted the one that it was given")
-    return tensor
 
 
 @torch.no_grad()
@@ -395,8 +389,11 @@ def plan_blocks(
         return BlockPlan(parallelism, ())
     if device is not None and device.type != "cuda":
         return BlockPlan(replace(parallelism, compile=blocks.eager), ())
-    reason = compile_refusal(parallelism, deterministic=deterministic)
-    if reason is None:
+    if deterministic:
+        reason = "sections.Compute.deterministic is True"
+    elif parallelism.tp > 1:
+        reason = f"mesh.Parallelism.tp is {parallelism.tp}"
+    else:
         reason = blocks.small_block_reason(blocks.largest_block(hf.empty_model(config)))
     if reason is None and device is not None:
         reason = blocks.compile_unsupported_reason(device)
@@ -405,12 +402,3 @@ def plan_blocks(
         return BlockPlan(replace(parallelism, compile=compiled), ("blocks are compiled, the default on CUDA",))
     note = f"blocks run as written, not compiled as is the default on CUDA: {reason}"
     return BlockPlan(replace(parallelism, compile=blocks.eager), (note,))
-
-
-def compile_refusal(parallelism: Parallelism, *, deterministic: bool) -> str | None:
-    """What in a configuration rules compiled blocks out by default; None where nothing does."""
-    if deterministic:
-        return "sections.Compute.deterministic is True"
-    if parallelism.tp > 1:
-        return f"mesh.Parallelism.tp is {parallelism.tp}"
-    return None
