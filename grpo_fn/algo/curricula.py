@@ -40,7 +40,7 @@ def begin_curriculum(curriculum: Curriculum, arms: int, key: Int[Tensor, "2"]) -
     if arms < 1:
         raise ValueError(
             "train.train.curriculum: got a task without arms to choose among, wanted one that has them: "
-            "@mixture.arms, @arms.levels or @arms.rows as sections.Data.task"
+            "@mixture.arms, @mixture.levels or @mixture.rows as sections.Data.task"
         )
     return CurriculumState(torch.zeros(arms, dtype=torch.int64), curriculum.start(arms, key))
 

@@ -46,11 +46,11 @@ USERS = {
     "@grpo_fn.shell.logging.tracker.wandb{": "wandb",
     "@grpo_fn.shell.logging.tracker.trackio{": "trackio",
     "@grpo_fn.shell.environments.mcp_tools.environment{": "mcp",
-    "@grpo_fn.shell.environments.gymnasium_class.make_registered{": "gymnasium",
-    "@grpo_fn.shell.environments.openenv_server.environment{": "websockets",
-    "@grpo_fn.shell.episodes.renderers_format.family_renderer{": "renderers",
+    "@grpo_fn.shell.environments.sessions.make_registered{": "gymnasium",
+    "@grpo_fn.shell.environments.sessions.openenv_environment{": "websockets",
+    "@grpo_fn.shell.episodes.chat_format.family_renderer{": "renderers",
     "@grpo_fn.tasks.procedural.": "reasoning-gym",
-    "@grpo_fn.tasks.readers.hub{": "datasets",
+    "@grpo_fn.tasks.rows.hub{": "datasets",
 }
 DRIVER = Path("/sys/module/nvidia/version")
 BF16 = (8, 0)  # the first compute capability that has it

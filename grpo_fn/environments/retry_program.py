@@ -5,7 +5,7 @@ from functools import partial
 
 from grpo_fn.core.environment import Environment, Message, PlainData, Start, Step
 from grpo_fn.core.problem import Completion, Problem, Ran
-from grpo_fn.environments.python_tool import tail
+from grpo_fn.environments.tools import tail
 from grpo_fn.rewards.code import Runner, run_against_tests
 
 

@@ -1,152 +1,152 @@
-"""Tools as plain functions: their JSON schema from the signature, and calls of them by name.
+"""Tools for the policy: a calculator, and Python in the sandbox."""
 
-A tool's positional parameters are the arguments that the policy writes; its keyword-only parameters are knobs, which
-gin binds and no schema shows. It returns text or other plain data, and raises ValueError for arguments that it cannot
-use, in words that the policy can read.
-"""
+import re
+from collections.abc import Callable
+from decimal import Context, Decimal
+from fractions import Fraction
+from typing import NamedTuple
 
-import inspect
-import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, get_args, get_origin
+from grpo_fn.core.problem import Program
+from grpo_fn.rewards.code import Runner
 
-from grpo_fn.core.environment import Message, PlainData, ToolCall
-from grpo_fn.core.partials import function_and_knobs
-
-Tool = Callable[..., PlainData]
-
-# Types of arguments, as JSON schema has them.
-_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
+# -- A calculator: sums, differences, products and quotients of numbers, exact, without running anything.
 
 
-def tools_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
-    """The tools by the names that the policy calls them by: those of their functions."""
-    named: dict[str, Tool] = {}
-    for tool in tools:
-        name = function_and_knobs(tool)[0].__name__
-        if name in named:
-            raise ValueError(f"tools: got two of the name {name!r}, wanted each name once")
-        for parameter in inspect.signature(tool).parameters.values():
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-                raise ValueError(f"the tool {name}: got the parameter {parameter}, wanted named arguments")
-        for parameter in _arguments(tool).values():
-            _argument_schema(name, parameter)
-        named[name] = tool
-    return named
+_TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]+)?|\.[0-9]+)|(\*\*|[-+*/()×÷]))")
+_PLACES = Context(prec=12)  # of a result that is no whole number
 
 
-def tool_schema(name: str, tool: Tool) -> dict[str, Any]:
-    """The tool as chat templates take it: a JSON schema of its positional parameters, from their annotations.
+class _Operator(NamedTuple):
+    binds: int
+    operands: int
+    compute: Callable[..., Fraction]
 
-    The description is the first paragraph of its docstring; an argument's is its line under `Args:`.
+
+_BINARY = {
+    "+": _Operator(1, 2, lambda a, b: a + b),
+    "-": _Operator(1, 2, lambda a, b: a - b),
+    "*": _Operator(2, 2, lambda a, b: a * b),
+    "/": _Operator(2, 2, lambda a, b: a / b),
+}
+_SIGNS = {"+": _Operator(3, 1, lambda a: a), "-": _Operator(3, 1, lambda a: -a)}
+_SPELLINGS = {"×": "*", "÷": "/"}
+
+
+def calculator(expression: str, *, max_length: int) -> str:
+    """Compute an arithmetic expression of numbers with + - * / and brackets.
 
     Args:
-        name: the name that it is called by.
-        tool: the function.
+        expression: for example 12*(7+5)
+        max_length: longest expression that is computed, in characters.
 
     Returns:
-        `{"type": "function", "function": {"name", "description", "parameters"}}`.
+        The value: a whole number in full, any other to 12 significant digits.
+
+    Raises:
+        ValueError: for anything that is no expression, a division by zero and an expression that is too long.
     """
-    doc = inspect.getdoc(function_and_knobs(tool)[0]) or ""
-    described = _described_arguments(doc)
-    arguments = _arguments(tool)
-    properties = {
-        argument: _argument_schema(name, parameter)
-        | ({"description": described[argument]} if argument in described else {})
-        for argument, parameter in arguments.items()
-    }
-    required = [argument for argument, parameter in arguments.items() if parameter.default is parameter.empty]
-    parameters = {"type": "object", "properties": properties, "required": required}
-    description = " ".join(doc.partition("\n\n")[0].split())
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    if len(expression) > max_length:
+        raise ValueError(f"got an expression of {len(expression)} characters, wanted at most {max_length}")
+    value = _value(_read_tokens(expression))
+    if value.denominator == 1:
+        return str(value.numerator)
+    return str(_PLACES.divide(Decimal(value.numerator), Decimal(value.denominator)))
 
 
-def describe_tools(tools: Mapping[str, Tool]) -> str:
-    """The tools' schemas, a line of JSON each, for a system message."""
-    return "\n".join(json.dumps(tool_schema(name, tool), ensure_ascii=False) for name, tool in tools.items())
+def _read_tokens(text: str) -> list[str]:
+    """Numbers, operators and brackets."""
+    tokens, place, text = [], 0, text.rstrip()
+    while place < len(text):
+        found = _TOKEN.match(text, place)
+        if found is None or found[2] == "**":
+            raise ValueError(f"got {text[place:].strip()[:20]!r}, wanted a number, one of + - * / or a bracket")
+        tokens.append(found[1] or _SPELLINGS.get(found[2], found[2]))
+        place = found.end()
+    return tokens
 
 
-def answer_calls(tools: Mapping[str, Tool], message: Message) -> tuple[Message, ...]:
-    """The observations of a message's tool calls, one for each call; one for what could not be read as a call.
+def _value(tokens: list[str]) -> Fraction:
+    """Two stacks, operands and operators (Dijkstra's shunting yard), so that no depth of brackets is too deep."""
+    values: list[Fraction] = []
+    waiting: list[_Operator | None] = []  # None is an open bracket
+    operand_next = True
 
-    An unknown tool, arguments that do not fit and a ValueError of the tool are observations that begin with `error:`.
+    def apply() -> None:
+        operator = waiting.pop()
+        operands = values[-operator.operands :]
+        del values[-operator.operands :]
+        try:
+            values.append(operator.compute(*operands))
+        except ZeroDivisionError:
+            raise ValueError("got a division by zero, wanted a divisor that is not 0") from None
+
+    for token in tokens:
+        if operand_next and token in _SIGNS:
+            waiting.append(_SIGNS[token])
+        elif operand_next and token == "(":
+            waiting.append(None)
+        elif operand_next and token not in _BINARY and token != ")":
+            values.append(Fraction(token))
+            operand_next = False
+        elif not operand_next and token in _BINARY:
+            while waiting and waiting[-1] is not None and waiting[-1].binds >= _BINARY[token].binds:
+                apply()
+            waiting.append(_BINARY[token])
+            operand_next = True
+        elif not operand_next and token == ")":
+            while waiting and waiting[-1] is not None:
+                apply()
+            if not waiting:
+                raise ValueError("got ')' without '(', wanted brackets in pairs")
+            waiting.pop()
+        else:
+            wanted = "a number or '('" if operand_next else "one of + - * / or ')'"
+            raise ValueError(f"got {token[:20]!r}, wanted {wanted} there")
+    if operand_next:
+        raise ValueError("got the end of the expression, wanted a number")
+    while waiting:
+        if waiting[-1] is None:
+            raise ValueError("got '(' without ')', wanted brackets in pairs")
+        apply()
+    return values[0]
+
+
+# -- Python as a tool: a program that the policy wrote, run in the sandbox, answered with what it printed.
+
+
+def python(code: str, *, run: Runner, max_output: int) -> str:
+    """Run a Python program and read what it prints. Only the standard library is there; nothing is kept between runs.
+
+    Args:
+        code: the program
+        run: runs a program: `sandbox.run_program` with its knobs.
+        max_output: characters of what it printed that are shown, the last ones.
+
+    Returns:
+        What it printed; why it failed, where it did.
+
+    Raises:
+        ValueError: for a program without anything in it.
     """
-    return answer_each(message, answer=partial(_answer, tools))
+    if not code.strip():
+        raise ValueError("got an empty program, wanted one that prints its result")
+    # One test that always holds: that it is proven says that the program ran to its end and is still there.
+    ran = run(Program((code,), "", ("assert True",), ()))
+    printed = tail(ran.printed, max_output)
+    if all(ran.verdicts) and ran.proven:
+        return printed or "(the program printed nothing)"
+    return f"error: {ran.reason}" + (f"\n{printed}" if printed else "")
 
 
-def answer_each(message: Message, *, answer: Callable[[ToolCall], str]) -> tuple[Message, ...]:
-    """The observations of a message's tool calls, wherever the tools are."""
-    answers = tuple(Message("tool", answer(call), call.name) for call in message.calls)
-    return (*answers, Message("tool", f"error: {message.malformed}")) if message.malformed else answers
+def tail(printed: str, max_output: int) -> str:
+    """The end of what a program printed, without white space at either end.
 
+    Args:
+        printed: all of it.
+        max_output: characters that are left of it, at most.
 
-def _answer(tools: Mapping[str, Tool], call: ToolCall) -> str:
-    try:
-        tool = tools.get(call.name)
-        if tool is None:
-            raise ValueError(f"got the tool {call.name!r}, wanted one of {', '.join(tools)}")
-        _check_arguments(call.name, tool, call.arguments)
-        answer = tool(**call.arguments)
-    except ValueError as error:
-        return f"error: {error}"
-    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
-
-
-def _check_arguments(name: str, tool: Tool, given: Mapping[str, PlainData]) -> None:
-    arguments = _arguments(tool)
-    missing = [one for one, parameter in arguments.items() if parameter.default is parameter.empty and one not in given]
-    unknown = [one for one in given if one not in arguments]
-    if missing or unknown:
-        got = ", ".join(map(str, given)) or "none"
-        raise ValueError(f"arguments of {name}: got {got}, wanted {', '.join(arguments) or 'none'}")
-    for argument, value in given.items():
-        wanted = arguments[argument].annotation
-        if not _fits(value, wanted):
-            shown = _argument_schema(name, arguments[argument])
-            said = f"one of {shown['enum']}" if "enum" in shown else f"a value of type {shown['type']}"
-            raise ValueError(f"{argument} of {name}: got {type(value).__name__} {value!r:.80}, wanted {said}")
-
-
-def _arguments(tool: Tool) -> dict[str, inspect.Parameter]:
-    """What the policy writes: the positional parameters."""
-    parameters = inspect.signature(tool).parameters
-    return {name: one for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD}
-
-
-def _argument_schema(name: str, parameter: inspect.Parameter) -> dict[str, Any]:
-    wanted = parameter.annotation
-    if wanted in _TYPES:
-        return {"type": _TYPES[wanted]}
-    inner = get_args(wanted)
-    if get_origin(wanted) is Literal and all(isinstance(one, str) for one in inner):
-        return {"type": "string", "enum": list(inner)}
-    if get_origin(wanted) is list and inner[0] in _TYPES:
-        return {"type": "array", "items": {"type": _TYPES[inner[0]]}}
-    raise ValueError(
-        f"the tool {name}, argument {parameter.name}: got the annotation {wanted!r}, wanted str, int, float, bool, a "
-        "list of one of these, or a Literal of texts"
-    )
-
-
-def _fits(value: PlainData, wanted: Any) -> bool:
-    if get_origin(wanted) is Literal:
-        return value in get_args(wanted)
-    if get_origin(wanted) is list:
-        return isinstance(value, list) and all(_fits(one, get_args(wanted)[0]) for one in value)
-    if wanted is float:
-        return type(value) in (int, float)
-    return type(value) is wanted
-
-
-def _described_arguments(doc: str) -> dict[str, str]:
-    """Each argument's line under `Args:`, with the lines that go on from it."""
-    found: dict[str, str] = {}
-    section = doc.partition("\nArgs:\n")[2].partition("\n\n")[0]
-    for line in section.splitlines():
-        name, colon, text = line.strip().partition(": ")
-        if line.startswith("    ") and not line.startswith("     ") and colon:
-            found[name] = text
-        elif found:
-            found[list(found)[-1]] += f" {line.strip()}"
-    return found
+    Returns:
+        The text.
+    """
+    text = printed.strip()
+    return text[max(0, len(text) - max_output) :]

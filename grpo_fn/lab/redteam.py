@@ -23,9 +23,8 @@ from grpo_fn.lab.attacks import ATTACKS, EPISODE_ATTACKS, Script, Seen, token_es
 from grpo_fn.rewards.combine import combine, part_names
 from grpo_fn.score.scoring import RewardSpec, known_reward, reward_of
 from grpo_fn.shell.episodes.answers import Answer
-from grpo_fn.shell.episodes.chat_format import MakeChatFormat
+from grpo_fn.shell.episodes.chat_format import MakeChatFormat, ReadCalls
 from grpo_fn.shell.episodes.episode_rows import EnvironmentCaller, OnFailure
-from grpo_fn.shell.episodes.tool_calls import ReadCalls
 from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.requirements import check_sandboxes

@@ -237,6 +237,9 @@ NAMES = {
     "code": RewardSpec("grpo_fn.rewards.code.all_tests_pass", ("tests",), TESTS, 30.0, SANDBOX),
     "share_of_tests": RewardSpec("grpo_fn.rewards.code.share_of_tests", ("tests",), TESTS, 30.0, SANDBOX),
 }
+OF_LENGTH = {
+    f"grpo_fn.rewards.format.{name}" for name in ("soft_overlong_punishment", "cosine_length", "repeated_ngrams")
+}
 
 
 def known_reward(name: str) -> RewardSpec:
@@ -244,7 +247,7 @@ def known_reward(name: str) -> RewardSpec:
     for short, named in NAMES.items():
         if name in (short, named.function):
             return named
-    return RewardSpec(name, ("length",) if name.startswith("grpo_fn.rewards.length.") else (), RETURNED_NONE, 5.0, ())
+    return RewardSpec(name, ("length",) if name in OF_LENGTH else (), RETURNED_NONE, 5.0, ())
 
 
 def reward_of(named: RewardSpec, knobs: Sequence[str]) -> RewardFn:

@@ -13,7 +13,7 @@ from typing import Any
 from grpo_fn.core.problem import Problem
 from grpo_fn.rewards.format import last_box
 from grpo_fn.tasks import task as templates
-from grpo_fn.tasks.readers import Row, jsonl_rows, text_field
+from grpo_fn.tasks.rows import Row, jsonl_rows, text_field
 from grpo_fn.tasks.task import Task, all_answered, drop_unanswered, filter_rows, from_rows, with_notes
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.tasks import task as templates
-from grpo_fn.tasks.readers import Row, jsonl_rows, text_field
+from grpo_fn.tasks.rows import Row, jsonl_rows, text_field
 from grpo_fn.tasks.task import Task, from_rows
 
 # The published split, by task_id.

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import hypothesis.strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from grpo_fn.core.environment import Environment, Message, Start, Step, ToolCall
+from grpo_fn.core.environment import Environment, Message, Start, Step, ToolCall, play_script
 from grpo_fn.core.problem import Problem
-from grpo_fn.environments.script import play_script
 from grpo_fn.testing import texts
 from grpo_fn.testing.harness import UNSHRUNK, check_claim, for_all, simplest_example
 
@@ -31,7 +30,7 @@ import json, pickle, sys
 paths, data = pickle.load(sys.stdin.buffer)
 sys.path[:] = paths
 environment, episodes = pickle.loads(data)
-from grpo_fn.environments.script import play_script
+from grpo_fn.core.environment import play_script
 json.dump([play_script(environment, *episode) for episode in episodes], sys.stdout)
 """
 

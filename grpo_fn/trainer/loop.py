@@ -24,7 +24,7 @@ from grpo_fn.shell.atomic_io import append_json, write_json
 from grpo_fn.shell.checkpoint.async_saver import Retention
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
 from grpo_fn.shell.checkpoint.store import prune
-from grpo_fn.shell.episodes.tape import recorded_episodes
+from grpo_fn.shell.episodes.episode_rows import recorded_episodes
 from grpo_fn.shell.logging import metrics_writer, stopwatch
 from grpo_fn.shell.logging.console import Console, evaluation_line
 from grpo_fn.shell.logging.metrics_writer import NullLogger

@@ -22,8 +22,7 @@ from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Problem, RewardFn, Scorer
 from grpo_fn.core.types import Reward, Sampler
 from grpo_fn.shell.episodes.chat_format import ChatFormat, MakeChatFormat
-from grpo_fn.shell.episodes.episode_rows import Environments, OnFailure
-from grpo_fn.shell.episodes.tape import Tape
+from grpo_fn.shell.episodes.episode_rows import Environments, OnFailure, Tape
 from grpo_fn.shell.logging.tracker import Mirror
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import Demonstrate
@@ -31,8 +30,8 @@ from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.model.packed_input import InputPacking
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, LossScale, Optimizer, ReferenceModel, Schedule
 from grpo_fn.shell.policy.mesh import Parallelism
-from grpo_fn.shell.reward_workers.environment_pool import EnvironmentPool
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.shell.reward_workers.worker_pool import EnvironmentPool
 from grpo_fn.shell.sampler.interface import SamplerFactory, TokenSampler
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.vllm.served_teacher import VllmTeacher

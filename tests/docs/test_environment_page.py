@@ -8,9 +8,8 @@ import pytest
 from profiles import profile
 
 from grpo_fn.config import freeze, load_config
-from grpo_fn.core.environment import Message
+from grpo_fn.core.environment import Message, play_script
 from grpo_fn.core.problem import Problem
-from grpo_fn.environments.script import play_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "tasks" / "environment.md").read_text(encoding="utf-8")

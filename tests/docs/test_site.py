@@ -20,8 +20,8 @@ LIBRARY = [
     for name in (
         *("algo.advantage", "algo.corrections", "algo.credit", "algo.group_sampling"),
         *("algo.losses", "algo.masking", "algo.objective", "algo.step"),
-        *("rewards.code", "rewards.combine", "rewards.format", "rewards.length", "rewards.math", "rewards.wrappers"),
-        *("tasks.mixture", "tasks.readers", "tasks.rows", "tasks.task", "trainer.sections"),
+        *("rewards.code", "rewards.combine", "rewards.format", "rewards.math", "rewards.wrappers"),
+        *("tasks.mixture", "tasks.rows", "tasks.task", "trainer.sections"),
     )
 ]
 

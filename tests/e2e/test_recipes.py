@@ -100,8 +100,8 @@ def code(request: pytest.FixtureRequest) -> Recipe:
 
 
 def k8s(request: pytest.FixtureRequest) -> Recipe:
-    given = {"DATA": published("math") / "math500.jsonl", "openmath/rows.read_problems.read": "@readers.file"}
-    given |= {"openmath/readers.file.path": repr(str(request.getfixturevalue("instructions")))}
+    given = {"DATA": published("math") / "math500.jsonl", "openmath/rows.read_problems.read": "@rows.file"}
+    given |= {"openmath/rows.file.path": repr(str(request.getfixturevalue("instructions")))}
     says = ("32 prompts x 16 samples = 512", "replicate 2 x shard 8 x tensor 1", "of which", "problems     256")
     return Recipe("math_k8s_16gpu", given, {}, says, ranks=16, hosts=2)
 

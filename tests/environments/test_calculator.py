@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from grpo_fn.environments.calculator import calculator
+from grpo_fn.environments.tools import calculator
 from grpo_fn.testing import texts
 
 calculate = partial(calculator, max_length=300)

@@ -8,10 +8,9 @@ from hypothesis import given
 from profiles import profile
 
 from grpo_fn import sandbox, testing
-from grpo_fn.core.environment import Message, ToolCall
+from grpo_fn.core.environment import Message, ToolCall, play_script
 from grpo_fn.core.problem import Problem, Ran
-from grpo_fn.environments import python_tool, retry_program, tool_use
-from grpo_fn.environments.script import play_script
+from grpo_fn.environments import retry_program, tool_use, tools
 from grpo_fn.rewards import math
 
 KNOBS = {"wall_seconds": 20.0, "cpu_seconds": 1, "memory_mb": 256, "processes": 8, "file_mb": 8, "output_kb": 64}
@@ -28,7 +27,7 @@ def says(*contents):
 
 
 def python(code):
-    return python_tool.python(code, run=RUN, max_output=40)
+    return tools.python(code, run=RUN, max_output=40)
 
 
 # -- Python as a tool
@@ -50,8 +49,8 @@ def test_a_program_that_fails_is_answered_with_why():
 
 
 def test_a_word_problem_is_solved_with_python():
-    tools = [partial(python_tool.python, run=RUN, max_output=200)]
-    play = tool_use.environment(tools=tools, grade=math.correct, instructions="", max_turns=3, pure=False)
+    python = partial(tools.python, run=RUN, max_output=200)
+    play = tool_use.environment(tools=[python], grade=math.correct, instructions="", max_turns=3, pure=False)
     call = Message("assistant", "", calls=(ToolCall("python", {"code": "print(sum(range(101)))"}),))
     answer = Message("assistant", r"So it is \boxed{5050}.")
     _, (ran, end) = play_script(play, Problem(0, "1 + ... + 100?", "5050", {}), [call, answer], 0)

@@ -10,11 +10,10 @@ from profiles import profile, quarter
 from experiments.tiny import tasks
 from grpo_fn import testing
 from grpo_fn.core import prng
-from grpo_fn.core.environment import Message, ToolCall
+from grpo_fn.core.environment import Message, ToolCall, play_script
 from grpo_fn.core.problem import Problem
 from grpo_fn.environments import tool_use
-from grpo_fn.environments.calculator import calculator
-from grpo_fn.environments.script import play_script
+from grpo_fn.environments.tools import calculator
 from grpo_fn.rewards import math
 
 KEY = prng.key(5, device="cpu")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from grpo_fn.core.environment import Message, ToolCall
-from grpo_fn.environments.tools import answer_calls, describe_tools, tool_schema, tools_by_name
+from grpo_fn.environments.tool_use import answer_calls, describe_tools, tool_schema, tools_by_name
 
 
 def convert(amount: float, unit: Literal["km", "mile"], digits: int = 2, *, factor: float) -> str:

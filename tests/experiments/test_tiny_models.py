@@ -18,9 +18,9 @@ from grpo_fn.core.environment import Message
 from grpo_fn.core.partials import describe_function
 from grpo_fn.core.problem import Problem
 from grpo_fn.environments import tool_use
-from grpo_fn.environments.calculator import calculator
+from grpo_fn.environments.tools import calculator
 from grpo_fn.rewards import math
-from grpo_fn.shell.episodes import chat_format, tool_calls
+from grpo_fn.shell.episodes import chat_format
 from grpo_fn.shell.model import hf
 from grpo_fn.tasks import arithmetic
 
@@ -227,7 +227,7 @@ def test_a_call_of_the_calculator_is_the_row_of_an_episode(instructions):
         max_turns=3,
         pure=True,
     )
-    read = partial(tool_calls.tags, argument="expression")
+    read = partial(chat_format.tags, argument="expression")
     for index in range(20):
         problem = PRODUCTS.train(KEY, index)
         row = models.calculator_row(problem, True, instructions=instructions)
@@ -251,7 +251,7 @@ def test_what_is_no_call_of_the_calculator_is_answered():
     )
     state = play.start(PRODUCTS.train(KEY, 0), 0).state
     for text in ("<calculator>2+</calculator>", "<calculator>2+2", "<adder>2+2</adder>"):
-        content, calls, malformed = tool_calls.tags(text, argument="expression")
+        content, calls, malformed = chat_format.tags(text, argument="expression")
         answer = play.step(state, Message("assistant", content, "", calls, malformed), 0)
         assert answer.messages[0].content.startswith("error: ")
 
@@ -267,7 +267,7 @@ def test_a_walk_is_the_row_of_an_episode():
         row = models.walk(problem, choose, moves=6)
         assert not any("wall" in text for text, _ in row)
         moves = sum(taught for _, taught in row)
-        reward, done = check_layout(tokenizer, tool_calls.no_calls, environments.maze(), problem, row)
+        reward, done = check_layout(tokenizer, chat_format.no_calls, environments.maze(), problem, row)
         assert done == (reward == 1.0)
         assert done or moves == 6
         lengths[moves] += 1

@@ -9,9 +9,8 @@ from profiles import profile, quarter
 from experiments.tiny import environments, tasks
 from grpo_fn import testing
 from grpo_fn.core import prng
-from grpo_fn.core.environment import Message
+from grpo_fn.core.environment import Message, play_script
 from grpo_fn.core.problem import Problem
-from grpo_fn.environments.script import play_script
 
 KEY = prng.key(3, device="cpu")
 PRODUCTS = tasks.products(max_value=99, test_size=16)

@@ -10,10 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from grpo_fn.core.environment import Environment, Message, ToolCall
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.answers import Answer, EnvironmentCall, decode_answer
-from grpo_fn.shell.episodes.chat_format import TextFormat, text
-from grpo_fn.shell.episodes.episode_rows import Environments, as_observation
-from grpo_fn.shell.episodes.tape import Tape
-from grpo_fn.shell.episodes.tool_calls import no_calls
+from grpo_fn.shell.episodes.chat_format import TextFormat, no_calls, text
+from grpo_fn.shell.episodes.episode_rows import Environments, Tape, as_observation
 
 
 class Digits(TextFormat):

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from grpo_fn import sandbox
 from grpo_fn.core.environment import Environment, Message, Start, Step
 from grpo_fn.core.problem import Problem
-from grpo_fn.environments import calculator, retry_program, tool_use
+from grpo_fn.environments import retry_program, tool_use, tools
 from grpo_fn.lab.attacks import ATTACKS, EPISODE_ATTACKS, Seen
 from grpo_fn.lab.redteam import play_scripts
 from grpo_fn.rewards.math import correct
-from grpo_fn.shell.episodes import tool_calls
+from grpo_fn.shell.episodes import chat_format
 from grpo_fn.shell.episodes.answers import EnvironmentCall, decode_answer
 from grpo_fn.shell.episodes.episode_rows import as_observation
 
@@ -30,7 +30,7 @@ PROGRAM = Problem(
 LIMITED = next(name for name, amiss in sandbox.available().items() if not amiss)
 KNOBS = {"wall_seconds": 20.0, "cpu_seconds": 2, "memory_mb": 256, "processes": 8, "file_mb": 8, "output_kb": 64}
 RUN = partial(sandbox.run_program, **KNOBS, isolation=getattr(sandbox.isolation, LIMITED))
-TOOLS = [partial(calculator.calculator, max_length=40)]
+TOOLS = [partial(tools.calculator, max_length=40)]
 ASK = {"tools": TOOLS, "instructions": "", "max_turns": 3, "pure": True}
 
 
@@ -60,7 +60,7 @@ class Here:
 
 def best(environment, problem, scripts):
     """The most that the turns of a script were paid together."""
-    knobs = {"read_calls": partial(tool_calls.tags, argument="expression"), "on_failure": as_observation}
+    knobs = {"read_calls": partial(chat_format.tags, argument="expression"), "on_failure": as_observation}
     played = play_scripts(Here(environment), [problem] * len(scripts), scripts, **knobs, max_turns=6)
     return max(sum(turn.reward or 0.0 for turn in one.turns) for one in played)
 

@@ -127,8 +127,8 @@ def test_episodes_of_a_run_are_attacked_in_its_environment(capsys):
 
 def test_a_chat_format_that_reads_calls_in_tokens_alone_is_refused(capsys):
     bound = (
-        "sections.Episodes.chat_format=@renderers_format.family_renderer",
-        "renderers_format.family_renderer.family='x'",
+        "sections.Episodes.chat_format=@chat_format.family_renderer",
+        "chat_format.family_renderer.family='x'",
     )
     params = [part for one in bound for part in ("--gin_param", one)]
     assert main(["--gin_file", "run/calculator.gin", *params, "--problems", "2", "--pulls", "0"]) == 2

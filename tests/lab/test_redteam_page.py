@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_fn.redteam import main
-from grpo_fn.rewards import code, episode, format, length, math
+from grpo_fn.rewards import code, episode, format, math
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "rewards" / "redteam.md").read_text()

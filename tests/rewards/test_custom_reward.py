@@ -33,7 +33,7 @@ from experiments.custom_reward import idea
 from grpo_fn import train
 from grpo_fn.rewards import combine
 from grpo_fn.rewards import format
-from grpo_fn.rewards import length
+from grpo_fn.rewards import format
 from grpo_fn.rewards import wrappers
 from grpo_fn.rewards import math
 from grpo_fn.shell.reward_workers import reward_pool

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards.length import cosine_length, repeated_ngrams, soft_overlong_punishment
+from grpo_fn.rewards.format import cosine_length, repeated_ngrams, soft_overlong_punishment
 
 ASKED = Problem(0, "?", "42", {})
 

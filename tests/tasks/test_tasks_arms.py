@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
-from grpo_fn.tasks import arithmetic, arms, mixture
+from grpo_fn.tasks import arithmetic, mixture
 from grpo_fn.tasks.overlong import drop
 from grpo_fn.tasks.task import filter_rows, from_rows, held_out_only, train_problems
 
@@ -34,9 +34,9 @@ def made(operations):
 
 
 TASKS = {
-    "levels": partial(arms.levels, base=leveled),
-    "rows": partial(arms.rows, base=leveled, size=0),
-    "made": partial(arms.rows, base=partial(made, 2), size=7),
+    "levels": partial(mixture.levels, base=leveled),
+    "rows": partial(mixture.rows, base=leveled, size=0),
+    "made": partial(mixture.rows, base=partial(made, 2), size=7),
     "parts": parts,
 }
 
@@ -104,11 +104,11 @@ def test_prompts_that_are_too_long_leave_the_arms():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (partial(arms.levels, base=partial(made, 1)), "got a task without rows, wanted rows with meta"),
-        (partial(arms.levels, base=lambda: from_rows([Problem(0, "a", "1", {})], [])), "got row 0 without one"),
-        (partial(arms.rows, base=partial(made, 1), size=0), "size: got 0, wanted how many of the problems"),
-        (partial(arms.rows, base=leveled, size=10), "size: got 10, wanted at most the 9 rows"),
-        (partial(arms.rows, base=leveled, size=-1), "size: got -1"),
+        (partial(mixture.levels, base=partial(made, 1)), "got a task without rows, wanted rows with meta"),
+        (partial(mixture.levels, base=lambda: from_rows([Problem(0, "a", "1", {})], [])), "got row 0 without one"),
+        (partial(mixture.rows, base=partial(made, 1), size=0), "size: got 0, wanted how many of the problems"),
+        (partial(mixture.rows, base=leveled, size=10), "size: got 10, wanted at most the 9 rows"),
+        (partial(mixture.rows, base=leveled, size=-1), "size: got -1"),
         (partial(mixture.arms, tasks={"a": lambda: held_out_only(leveled().test)}), "a, which has no training rows"),
     ],
 )

@@ -84,6 +84,6 @@ def test_the_hub_task_reads_the_published_fields_and_holds_out_math500(monkeypat
 
 def stand_in(value, fields):
     """One row with the published fields, of which the task may ask only these."""
-    from grpo_fn.tasks.readers import Row
+    from grpo_fn.tasks.rows import Row
 
     return [Row("here:1", {field: value[field] for field in fields})]

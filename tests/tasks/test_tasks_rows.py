@@ -16,8 +16,8 @@ from grpo_fn.core import prng
 from grpo_fn.core.conversation import Conversation
 from grpo_fn.core.problem import Problem
 from grpo_fn.rewards.format import last_box
-from grpo_fn.tasks import gsm8k, mixture, readers, rows
-from grpo_fn.tasks.readers import Row
+from grpo_fn.tasks import gsm8k, mixture, rows
+from grpo_fn.tasks.rows import Row
 from grpo_fn.tasks.task import train_problems
 
 FIELDS = {
@@ -289,7 +289,7 @@ WRITERS = {"jsonl": write, "json": write, "parquet": parquet}
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_every_kind_of_file_gives_the_same_rows_with_file_and_line(tmp_path, suffix):
     path = WRITERS[suffix](tmp_path / f"a.{suffix}", LINES)
-    found = list(readers.file(["a", "q"], path=path))
+    found = list(rows.file(["a", "q"], path=path))
     assert [row.where for row in found] == [f"{path}:{i}" for i in range(1, 6)]
     assert [(row.value["q"], row.value["a"]) for row in found] == [(f"q{i}", i) for i in range(5)]
 
@@ -298,7 +298,7 @@ def test_every_kind_of_file_gives_the_same_rows_with_file_and_line(tmp_path, suf
 def test_a_field_that_is_not_there_is_named_with_those_that_are(tmp_path, suffix):
     path = WRITERS[suffix](tmp_path / f"a.{suffix}", LINES)
     with pytest.raises(ValueError, match=rf"a\.{suffix}.*: got the fields q, a, extra, wanted also question, answer"):
-        list(readers.file(["question", "q", "answer"], path=path))
+        list(rows.file(["question", "q", "answer"], path=path))
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
@@ -307,19 +307,19 @@ def test_a_star_reads_all_files_that_match_in_order(tmp_path, suffix):
         if lines:
             WRITERS[suffix](tmp_path / f"part-{name}.{suffix}", lines)
     (tmp_path / "other.txt").write_text("?")
-    found = list(readers.file(["q"], path=str(tmp_path / f"part-?.{suffix}")))
+    found = list(rows.file(["q"], path=str(tmp_path / f"part-?.{suffix}")))
     assert [row.value["q"] for row in found] == [f"q{i}" for i in range(5)]
 
 
 def test_the_home_folder_may_be_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "a.jsonl", LINES)
-    assert len(list(readers.file(["q"], path="~/a.jsonl"))) == 5
+    assert len(list(rows.file(["q"], path="~/a.jsonl"))) == 5
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_the_rows(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"q": "x"}\r\n\r\n{"q": "y"}\r\n')
-    found = list(readers.file(["q"], path=str(tmp_path / "a.jsonl")))
+    found = list(rows.file(["q"], path=str(tmp_path / "a.jsonl")))
     assert [(row.where[-2:], row.value["q"]) for row in found] == [(":1", "x"), (":3", "y")]
 
 
@@ -338,21 +338,21 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, name, content, want):
     (tmp_path / name).write_bytes(content)
     asked = tmp_path / (name if name[0] == "a" else "a.jsonl")
     with pytest.raises(ValueError, match=want):
-        list(readers.file(["q"], path=str(asked)))
+        list(rows.file(["q"], path=str(asked)))
 
 
 def test_a_folder_that_is_not_there_and_a_pattern_that_matches_nothing_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has: no such folder"):
-        list(readers.file(["q"], path=str(tmp_path / "x" / "a.jsonl")))
+        list(rows.file(["q"], path=str(tmp_path / "x" / "a.jsonl")))
     with pytest.raises(ValueError, match=r"got .*\*\.jsonl, which is no file"):
-        list(readers.file(["q"], path=str(tmp_path / "*.jsonl")))
+        list(rows.file(["q"], path=str(tmp_path / "*.jsonl")))
 
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path):
     pytest.importorskip("pyarrow", reason="NOT TESTED without pyarrow: parquet files")
     (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
     with pytest.raises(ValueError, match=r"a\.parquet: got a file that cannot be read, wanted parquet: "):
-        list(readers.file(["q"], path=str(tmp_path / "a.parquet")))
+        list(rows.file(["q"], path=str(tmp_path / "a.parquet")))
 
 
 def test_an_absent_library_is_named_with_what_installs_it(tmp_path, monkeypatch):
@@ -360,9 +360,9 @@ def test_an_absent_library_is_named_with_what_installs_it(tmp_path, monkeypatch)
         monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "a.parquet").write_bytes(b"")
     with pytest.raises(ValueError, match=r"got no library 'pyarrow', wanted it: pip install 'grpo-fn\[data\]'"):
-        list(readers.file(["q"], path=str(tmp_path / "a.parquet")))
+        list(rows.file(["q"], path=str(tmp_path / "a.parquet")))
     with pytest.raises(ValueError, match=r"got no library 'datasets', wanted it: pip install 'grpo-fn\[data\]'"):
-        list(readers.hub(["q"], name="a/b", config="", split="train", revision=""))
+        list(rows.hub(["q"], name="a/b", config="", split="train", revision=""))
 
 
 class Table(list):
@@ -391,7 +391,7 @@ class Datasets(ModuleType):
 def test_a_hub_dataset_gives_its_rows_or_says_what_is_wrong(monkeypatch):
     fake = Datasets()
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    hub = partial(readers.hub, config="", split="train", revision="")
+    hub = partial(rows.hub, config="", split="train", revision="")
     found = list(hub(["q"], name="owner/there"))
     assert [(row.where, row.value) for row in found][:2] == [
         ("owner/there/train:1", {"q": "q0"}),
@@ -408,7 +408,7 @@ def test_the_real_library_loads_a_folder_of_parquet(tmp_path, monkeypatch):
     pytest.importorskip("datasets", reason="NOT TESTED without the datasets library: hub datasets")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     parquet(tmp_path / "train-0.parquet", LINES)
-    hub = partial(readers.hub, name=str(tmp_path), config="", revision="")
+    hub = partial(rows.hub, name=str(tmp_path), config="", revision="")
     found = list(hub(["a", "q"], split="train[1:3]"))
     assert [row.value for row in found] == [{"a": 1, "q": "q1"}, {"a": 2, "q": "q2"}]
     with pytest.raises(ValueError, match="split 'test'"):
@@ -423,7 +423,7 @@ def test_the_published_competitions_are_a_held_out_set_with_whole_number_golds()
     made = {"prompt_field": "problem", "answer_field": "answer"}
     sources = [
         partial(
-            rows.read_problems, read=partial(readers.file, path=str(published(path))), source=name, **{**FIELDS, **made}
+            rows.read_problems, read=partial(rows.file, path=str(published(path))), source=name, **{**FIELDS, **made}
         )
         for name, path in files.items()
     ]

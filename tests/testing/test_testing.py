@@ -18,8 +18,8 @@ from grpo_fn.algo import advantage, objective
 from grpo_fn.config import load_config
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards import format, length
-from grpo_fn.rewards import length as repetition
+from grpo_fn.rewards import format
+from grpo_fn.rewards import format as repetition
 from grpo_fn.rewards.math import correct, lenient
 from grpo_fn.shell.reward_workers.reward_pool import RewardError
 from grpo_fn.testing import advantages, aggregations, harness, kls, rewards, texts
@@ -522,9 +522,9 @@ def test_the_defaults_are_the_deadline_and_the_memory_of_a_run():
 
 
 TAGS = ("think", "answer")
-OVERLONG = partial(length.soft_overlong_punishment, max_length=2048, cache_length=512)
+OVERLONG = partial(format.soft_overlong_punishment, max_length=2048, cache_length=512)
 COSINE = partial(
-    length.cosine_length,
+    format.cosine_length,
     verdict=format.boxed,
     max_length=2048,
     right_empty=2.0,

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_fn.core.environment import ToolCall
 from grpo_fn.core.problem import Problem
 from grpo_fn.environments import tool_use
-from grpo_fn.environments.calculator import calculator
+from grpo_fn.environments.tools import calculator
 from grpo_fn.rewards.episode import used_tool
 from grpo_fn.shell.episodes.chat_format import TextFormat
 

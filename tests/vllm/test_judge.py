@@ -13,8 +13,7 @@ from test_dedicated import Process
 
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.judge import Judge, marked_score
-from grpo_fn.shell.reward_workers.judge_client import check_endpoint
-from grpo_fn.shell.reward_workers.judge_record import JudgeRecord
+from grpo_fn.shell.reward_workers.judge_client import JudgeRecord, check_endpoint
 from grpo_fn.shell.reward_workers.reward_pool import Outcome, RewardError, RewardPool
 
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -76,7 +76,7 @@ CHAT = (
 
 
 def with_tools(tokenizer: Any) -> Any:
-    """The tokenizer with templates that write turns as `chat_format.text` does, and read calls as `tool_calls.tags`."""
+    """The tokenizer with templates that write turns as `chat_format.text` and read calls as `chat_format.tags` does."""
     tokenizer.chat_template, tokenizer.response_template = CHAT, RESPONSE
     return tokenizer
 

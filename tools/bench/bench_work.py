@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.tiny import models, tasks
 from grpo_fn.core import prng
-from grpo_fn.environments.tools import describe_tools
+from grpo_fn.environments.tool_use import describe_tools
 from grpo_fn.shell.model import hf
 from grpo_fn.tasks import arithmetic
 

@@ -63,7 +63,7 @@ def nemo_batches(key: Reader, draft: Draft, rows: int | None) -> None:
         most, buffer = key(f"{SHAPING}max_response_length", longest), key(f"{SHAPING}overlong_buffer_length")
         if buffer > most:
             raise ValueError(f"{SHAPING}overlong_buffer_length: got {buffer}, wanted at most {most}")
-        parts = ["@math.correct", draft.bind("length.soft_overlong_punishment", max_length=most)]
+        parts = ["@math.correct", draft.bind("format.soft_overlong_punishment", max_length=most)]
         draft.bind("combine.combine", parts=parts, weights=[1.0, key(f"{SHAPING}overlong_buffer_penalty")])
         if longest > most:
             draft.differs(f"{SHAPING}max_response_length", f"beyond {most} tokens the penalty grows on there, not here")

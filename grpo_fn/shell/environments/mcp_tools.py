@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from grpo_fn.core.environment import Environment, PlainData, Start, ToolCall
 from grpo_fn.core.problem import Problem, RewardFn
 from grpo_fn.environments import tool_use
-from grpo_fn.environments.tools import answer_each
+from grpo_fn.environments.tool_use import answer_each
 
 if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal

@@ -17,7 +17,7 @@ from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.rewards.judge import Judge
 from grpo_fn.rewards.wrappers import by_task, with_timeout
-from grpo_fn.shell.reward_workers.judge_record import JudgeRecord
+from grpo_fn.shell.reward_workers.judge_client import JudgeRecord
 from grpo_fn.shell.reward_workers.worker_pool import (
     LOAD,
     POLL,

@@ -18,8 +18,7 @@ from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.rewards.judge import Judge, judges_of
 from grpo_fn.shell.episodes.answers import Answer
-from grpo_fn.shell.reward_workers.judge_client import check_endpoint
-from grpo_fn.shell.reward_workers.judge_record import JudgeRecord
+from grpo_fn.shell.reward_workers.judge_client import JudgeRecord, check_endpoint
 from grpo_fn.shell.reward_workers.reward_pool import Loss, RewardError, RewardPool
 from grpo_fn.tasks.task import Task
 from grpo_fn.trainer.sections import Episodes, Settings

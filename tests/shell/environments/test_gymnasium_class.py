@@ -10,12 +10,11 @@ from hypothesis import given
 from profiles import profile
 
 from grpo_fn import testing
-from grpo_fn.core.environment import Message
+from grpo_fn.core.environment import Message, play_script
 from grpo_fn.core.problem import Problem
-from grpo_fn.environments.script import play_script
-from grpo_fn.shell.environments import gymnasium_class
+from grpo_fn.shell.environments import sessions
 from grpo_fn.shell.environments.sessions import named_action, seed_only, show_field, show_observation, text_action
-from grpo_fn.shell.reward_workers.environment_pool import EnvironmentPool
+from grpo_fn.shell.reward_workers.worker_pool import EnvironmentPool
 
 PROBLEM = Problem(0, "Walk.", "", {})
 WALK = st.sampled_from(["forward", "I go BACK", "forward, not back", "nowhere"]).map(
@@ -33,7 +32,7 @@ KNOBS = {
 
 
 def corridor(**knobs):
-    return gymnasium_class.environment(**KNOBS | knobs)
+    return sessions.gymnasium_environment(**KNOBS | knobs)
 
 
 def says(text):
@@ -161,7 +160,7 @@ def test_actions_and_observations_as_text():
 def test_an_environment_of_gymnasium_plays_in_workers():
     pytest.importorskip("gymnasium", reason="NOT TESTED without gymnasium: a class of its own")
     lake = corridor(
-        make=partial(gymnasium_class.make_registered, name="FrozenLake-v1"),
+        make=partial(sessions.make_registered, name="FrozenLake-v1"),
         read_action=partial(named_action, actions={"left": 0, "down": 1, "right": 2, "up": 3}),
         opening="You are on field {observation}.",
     )
@@ -181,4 +180,4 @@ def test_an_environment_of_gymnasium_plays_in_workers():
 def test_a_name_that_gymnasium_does_not_know_is_refused():
     pytest.importorskip("gymnasium", reason="NOT TESTED without gymnasium: its registry")
     with pytest.raises(ValueError, match="name: got 'Nowhere-v1': "):
-        gymnasium_class.make_registered(name="Nowhere-v1")
+        sessions.make_registered(name="Nowhere-v1")

@@ -11,12 +11,11 @@ import pytest
 from profiles import profile
 
 from grpo_fn import testing
-from grpo_fn.core.environment import Message, ToolCall
+from grpo_fn.core.environment import Message, ToolCall, play_script
 from grpo_fn.core.problem import Problem
-from grpo_fn.environments.script import play_script
 from grpo_fn.rewards import math
 from grpo_fn.shell.environments import mcp_tools
-from grpo_fn.shell.reward_workers.environment_pool import EnvironmentPool
+from grpo_fn.shell.reward_workers.worker_pool import EnvironmentPool
 
 pytest.importorskip("mcp", reason="NOT TESTED without the mcp library: tools of MCP servers")
 

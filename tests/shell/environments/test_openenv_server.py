@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_fn.core.environment import Message
+from grpo_fn.core.environment import Message, play_script
 from grpo_fn.core.problem import Problem
-from grpo_fn.environments.script import play_script
-from grpo_fn.shell.environments import openenv_server
+from grpo_fn.shell.environments import sessions
 from grpo_fn.shell.environments.sessions import seed_only, show_field
-from grpo_fn.shell.reward_workers.environment_pool import EnvironmentPool
+from grpo_fn.shell.reward_workers.worker_pool import EnvironmentPool
 
 sync_server = pytest.importorskip(
     "websockets.sync.server", reason="NOT TESTED without the websockets library: OpenEnv servers"
@@ -33,7 +32,7 @@ def number_action(message):
 
 
 def counting(url, **knobs):
-    return openenv_server.environment(
+    return sessions.openenv_environment(
         **{
             "url": url,
             "read_action": number_action,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_fn.core.environment import Environment, Message, Start, Step
 from grpo_fn.core.problem import Problem, Turn
-from grpo_fn.shell.episodes import tape as tapes
+from grpo_fn.shell.episodes import episode_rows as tapes
 from grpo_fn.shell.episodes.answers import EnvironmentCall, decode_answer, read_entry, state_digest
 
 PROBLEM = Problem(1, "question", "", {})

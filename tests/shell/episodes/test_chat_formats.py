@@ -8,9 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from experiments.tiny.models import CHAT_TEMPLATE, byte_tokenizer
 from grpo_fn.core.environment import Message, ToolCall
-from grpo_fn.shell.episodes.chat_format import ChatFormat, text, tokenizer_template
-from grpo_fn.shell.episodes.renderers_format import family_renderer
-from grpo_fn.shell.episodes.tool_calls import hermes, no_calls
+from grpo_fn.shell.episodes.chat_format import ChatFormat, family_renderer, hermes, no_calls, text, tokenizer_template
 
 contents = st.text("aT 7\né<>", max_size=6)
 # As Qwen3's: thoughts of turns before the last question are left out.

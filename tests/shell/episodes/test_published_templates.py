@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from experiments.tiny.models import byte_tokenizer
 from grpo_fn.core.environment import ToolCall
-from grpo_fn.shell.episodes import tool_calls
+from grpo_fn.shell.episodes import chat_format
 from grpo_fn.shell.episodes.chat_format import tokenizer_template
 
 FOUND = find_spec("trl")
@@ -66,7 +66,7 @@ def test_calls_as_the_template_writes_them_are_read(name: str) -> None:
 @pytest.mark.parametrize("name", APPENDED)
 def test_an_episode_is_the_conversation_that_the_template_renders(name: str) -> None:
     made = tokenizer_with(name)
-    tokenizer_template(made, observed=("tool", "user"), read_calls=tool_calls.hermes)
+    tokenizer_template(made, observed=("tool", "user"), read_calls=chat_format.hermes)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "nemotron_3_nano", "llama3_1"])
@@ -77,12 +77,12 @@ def test_a_template_that_changes_earlier_turns_is_refused_with_the_token_that_di
 
 
 def test_thoughts_before_a_tools_answer_stay_in_qwen3() -> None:
-    tokenizer_template(tokenizer_with("qwen3"), observed=("tool",), read_calls=tool_calls.hermes)
+    tokenizer_template(tokenizer_with("qwen3"), observed=("tool",), read_calls=chat_format.hermes)
 
 
 def test_text_and_thoughts_around_a_call_are_its_content() -> None:
     made = tokenizer_with("qwen3")
     call = written_calls(made, [ToolCall("run", {"n": 1})])
     written = f"<think>\nI add.\n</think>\n\n{call.partition('</think>')[2].strip() or call}"
-    found = tool_calls.hermes(written)
+    found = chat_format.hermes(written)
     assert (found.content, json.dumps(found.calls[0].arguments)) == ("<think>\nI add.\n</think>", '{"n": 1}')

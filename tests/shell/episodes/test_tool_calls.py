@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn.core.environment import ToolCall
-from grpo_fn.shell.episodes.tool_calls import ReadTurn, hermes, llama_json, qwen_xml, tags
+from grpo_fn.shell.episodes.chat_format import ReadTurn, hermes, llama_json, qwen_xml, tags
 
 names = st.from_regex(r"[a-z_]{1,6}", fullmatch=True)
 pieces = ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x": 1}}', "<f>", "</f>", "[" * 9999, "text", "{"]

@@ -8,7 +8,7 @@ from environment_fakes import TALK, broken, dies, hangs, state_of_a_set, step
 from grpo_fn.core.environment import Environment, Message
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.answers import EnvironmentCall, decode_answer
-from grpo_fn.shell.reward_workers.environment_pool import EnvironmentPool
+from grpo_fn.shell.reward_workers.worker_pool import EnvironmentPool
 
 PROBLEM, MESSAGE = Problem(1, "question", "", {}), Message("assistant", "text")
 KNOBS = {"workers": 2, "deadline": 0.5, "memory_mb": 1024}

@@ -16,8 +16,7 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.format import boxed
 from grpo_fn.rewards.judge import Judge, marked_score
 from grpo_fn.rewards.wrappers import by_task, with_timeout
-from grpo_fn.shell.reward_workers.judge_client import check_endpoint
-from grpo_fn.shell.reward_workers.judge_record import JudgeAnswer, JudgeRecord, RecordedAnswer
+from grpo_fn.shell.reward_workers.judge_client import JudgeAnswer, JudgeRecord, RecordedAnswer, check_endpoint
 from grpo_fn.shell.reward_workers.reward_pool import Outcome, RewardError, RewardPool
 
 TEXTS = ("one", "two", "three", "four", "five")

@@ -24,8 +24,16 @@ from grpo_fn.core.types import Rollout
 from grpo_fn.rewards.combine import completions_of
 from grpo_fn.shell.episodes.answers import EnvironmentCall, decode_answer
 from grpo_fn.shell.episodes.chat_format import TextFormat
-from grpo_fn.shell.episodes.episode_rows import ENVIRONMENT, START, as_observation, as_unscorable, environment_seeds
-from grpo_fn.shell.episodes.tape import Tape, Taped, TapeDiffers
+from grpo_fn.shell.episodes.episode_rows import (
+    ENVIRONMENT,
+    START,
+    Tape,
+    Taped,
+    TapeDiffers,
+    as_observation,
+    as_unscorable,
+    environment_seeds,
+)
 from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.optimizer import adamw
