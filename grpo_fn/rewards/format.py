@@ -1,6 +1,7 @@
-"""Is the completion well formed? Nothing here knows the answer. A completion that ran into the limit never is.
+r"""Rewards for the form of a completion: boxes and tags, its length, or word for word the text that is wanted.
 
-A box is `\boxed{...}` with braces balanced as TeX balances them: an escaped brace `\{` is a character, not a brace.
+A completion that ran into the limit is never well formed. A box is `\boxed{...}` with braces balanced as TeX balances
+them: an escaped brace `\{` is a character, not a brace.
 """
 
 import math
