@@ -72,7 +72,8 @@ def test_every_page_is_in_the_site() -> None:
 
 def literals() -> str:
     """All source of the package and its launchers, with the seams of strings that go over several lines closed."""
-    paths = [*sorted((ROOT / "grpo_fn").rglob("*.py")), *sorted((ROOT / "tools" / "launch").glob("*.sh"))]
+    paths = [*sorted((ROOT / "grpo_fn").rglob("*.py")), *sorted((ROOT / "experiments" / "tiny").glob("*.py"))]
+    paths += sorted((ROOT / "tools" / "launch").glob("*.sh"))
     source = "\n".join(path.read_text() for path in paths)
     return re.sub(r"\"\s*\n\s*f?\"", "", source)
 
