@@ -133,6 +133,18 @@ def test_a_correction_weighs_the_token_loss_and_nothing_else(f, data):
     exactly(whole.logp, c * own.logp + rest.logp)
 
 
+@given(objectives, batches())
+def test_a_correction_that_moves_with_the_policy_is_a_constant_to_the_gradient(f, data):
+    def moving(logp, row):
+        return torch.where(row.mask, logp.exp(), 0.0)
+
+    constant = vmap(moving)(*data)
+    own, _ = signals(partial(f, beta=0.0, entropy_bonus=0.0, importance_correction=None), *data)
+    signal, _ = signals(partial(f, beta=0.0, entropy_bonus=0.0, importance_correction=moving), *data)
+    if f.keywords["token_loss"].func not in (losses.sequence_ratio, losses.gmpo):  # a token's loss moves with its row
+        exactly(signal.logp, constant * own.logp)
+
+
 def silent(logp, row):
     """A token loss that teaches nothing."""
     nothing = torch.zeros_like(logp)

@@ -63,6 +63,11 @@ def test_fields_that_a_text_names_are_not_filled() -> None:
     assert "\n{answer} {mark} {prompt}\n" in text_of("{answer} {mark} {prompt}")
 
 
+def test_the_least_that_a_knob_may_be_is_allowed() -> None:
+    least = judge(concurrency=1, retries=0, max_failures=1)
+    assert (least.concurrency, least.retries, least.max_failures) == (1, 0, 1)
+
+
 def test_equal_questions_have_equal_digests_and_others_others() -> None:
     row = (PROBLEM, Completion("5", 1, False))
     one = judge().question(*row)
