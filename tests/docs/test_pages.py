@@ -56,30 +56,6 @@ def test_the_tests_that_a_page_names_exist() -> None:
     assert not missing
 
 
-def named_tests(cell: str) -> list[tuple[str, str]]:
-    """The tests of a cell, `FILE::NAME` or `FILE`: `NAME`, `NAME`; the name is empty where a file stands alone."""
-    found: list[tuple[str, str]] = []
-    for word in re.findall(r"`([^`]+)`", cell):
-        if word.startswith("tests/"):
-            found.append((word.partition("::")[0], word.partition("::")[2]))
-        elif word.startswith("test_"):
-            found.append((found[-1][0], word))
-    return found
-
-
-def test_every_finding_of_the_review_of_cuda_names_a_test_that_exists_or_says_that_there_is_none() -> None:
-    text = (ROOT / "docs" / "running" / "performance.md").read_text()
-    rows = re.findall(r"^\| ((?:[ABC]\d+(?:, )?)+) \| .* \| (.+) \|$", text, re.MULTILINE)
-    findings = [key for keys, _ in rows for key in keys.split(", ")]
-    assert findings == [f"{letter}{n}" for letter, most in (("A", 8), ("B", 13), ("C", 8)) for n in range(1, most + 1)]
-    for keys, cell in rows:
-        named = named_tests(cell)
-        assert named or "planted" in cell or cell.startswith("none: "), keys
-        for path, name in named:
-            assert (ROOT / path).is_file(), f"{keys}: {path}"
-            assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{keys}: {path}::{name}"
-
-
 def test_the_files_of_the_step_exist() -> None:
     text = (ROOT / "docs" / "concepts" / "one_step.md").read_text()
     named = set(re.findall(r"\b((?:\w+/)+\w+\.py)\b", text))
