@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from grpo_fn.command_line import exit_code
 from grpo_fn.lab.paired import mcnemar, paired_bootstrap, paired_cells, paired_difference
-from grpo_fn.lab.trials import code_span, table_markdown
+from grpo_fn.lab.trials import code_span, setting_key, table_markdown
 
 Key = tuple[str, str, int]  # prompt (or uid), answer, and which of those that are alike
 
@@ -197,9 +197,8 @@ def runs_by_setting(paths: Sequence[Path], accuracies: Sequence[float]) -> dict[
     settings: dict[str, dict[Seeds, tuple[Path, float]]] = {}
     for path, accuracy in zip(paths, accuracies, strict=True):
         knobs = read_hparams(path) if (path / MARKER).is_file() else {"path": str(path)}
-        setting = repr(sorted((name, value) for name, value in knobs.items() if name not in SEED_KNOBS))
         seeds = tuple(knobs.get(name) for name in SEED_KNOBS)
-        settings.setdefault(setting, {})[seeds] = (path, accuracy)
+        settings.setdefault(setting_key(knobs), {})[seeds] = (path, accuracy)
     return settings
 
 

@@ -22,8 +22,9 @@ from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.core.problem import Turn, transcript
 from grpo_fn.lab import plots
 from grpo_fn.lab.html_page import REPORT_STYLE, escape_text, html_page, html_section, html_table
+from grpo_fn.lab.trials import setting_key
 from grpo_fn.shell.atomic_io import write_bytes
-from grpo_fn.shell.checkpoint.run_dir import LOCK, MARKER, SEED_KNOBS
+from grpo_fn.shell.checkpoint.run_dir import LOCK, MARKER
 from grpo_fn.trainer import health
 
 KL = "loss/kl"
@@ -270,8 +271,7 @@ def seed_groups(runs: Sequence[ReportedRun]) -> dict[str, list[ReportedRun]]:
     """Runs whose knobs differ in the seed alone, under the name that the legend has for them."""
     found: dict[str, list[ReportedRun]] = {}
     for run in runs:
-        knobs = {name: value for name, value in run.knobs.items() if name not in SEED_KNOBS}
-        found.setdefault(repr(sorted(knobs.items(), key=str)), []).append(run)
+        found.setdefault(setting_key(run.knobs), []).append(run)
     return {
         those[0].name if len(those) == 1 else f"mean of {', '.join(run.name for run in those)}": those
         for those in found.values()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from grpo_fn.command_line import add_gin_flags
 from grpo_fn.core.display_text import escape_control
+from grpo_fn.shell.checkpoint.run_dir import SEED_KNOBS
 
 STOPPED, UNHEALTHY = 75, 76
 INTERRUPTED = (STOPPED, -signal.SIGTERM)  # a trial without its signal handlers yet has nothing to save
@@ -96,6 +97,11 @@ def trial_code(out: Path, trial: Trial) -> Path:
 def is_done(out: Path, trial: Trial) -> bool:
     """Whether the trial has come to its end."""
     return (trial_folder(out, trial) / "summary.json").exists()
+
+
+def setting_key(knobs: Mapping[str, object]) -> str:
+    """The knobs of a run but for its seeds, as text: runs with the same text are one setting."""
+    return repr(sorted((name, value) for name, value in knobs.items() if name not in SEED_KNOBS))
 
 
 # -- running them
