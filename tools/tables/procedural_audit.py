@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from hashlib import blake2b
-from itertools import pairwise, product
+from itertools import pairwise
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from reasoning_gym.factory import create_dataset, get_score_answer_fn
+from reasoning_gym.factory import create_dataset
 
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.format import last_box
@@ -42,7 +42,6 @@ class Findings(NamedTuple):
     guess: str  # the guess that solves most of those that it is no answer of, and the share
     guessed: float
     contained: float  # share that the answer among other words solves
-    raised: bool  # whether the library's scorer raised on any of these
     make_seconds: float  # a problem, on the average
     score_seconds: float  # an answer, on the average
 
@@ -50,15 +49,14 @@ class Findings(NamedTuple):
 def table(_: str) -> str:
     """A line for every kind."""
     lines = [
-        "| kind | passes | own answer right | best guess | among other words | scorer raises | different questions |",
-        "|---|---|---|---|---|---|---|",
+        "| kind | passes | own answer right | best guess | among other words | different questions |",
+        "|---|---|---|---|---|---|",
     ]
     for name, (x, failed) in audit(procedural.kinds()).items():
         own = "states none" if x.own is None else f"{x.own:.0%}"
         verdict = f"no: {'; '.join(failed)}" if failed else "yes"
         guess = f"`{x.guess}` {x.guessed:.0%}" if x.guessed else "0%"
-        raised = "yes" if x.raised else ""
-        lines.append(f"| `{name}` | {verdict} | {own} | {guess} | {x.contained:.0%} | {raised} | {x.distinct:.0%} |")
+        lines.append(f"| `{name}` | {verdict} | {own} | {guess} | {x.contained:.0%} | {x.distinct:.0%} |")
     return "\n".join(lines)
 
 
@@ -94,7 +92,6 @@ def examine(name: str) -> Findings:
         guess=best,
         guessed=guesses[best],
         contained=sum(contained) / len(contained),
-        raised=raises(name, entries[:4]),
         make_seconds=made,
         score_seconds=scored,
     )
@@ -109,17 +106,6 @@ def share_solved(problems: Sequence[Problem], guess: str) -> float:
     """The share of problems that a guess solves, those whose answer it is apart."""
     others = [problem for problem in problems if problem.answer.strip().lower() != guess.lower()]
     return sum(solved(problem, guess) for problem in others) / max(1, len(others))
-
-
-def raises(name: str, entries: Sequence[dict[str, Any]]) -> bool:
-    """Whether the library's scorer raises on a guess."""
-    score = get_score_answer_fn(name)
-    for entry, guess in product(entries, GUESSES):
-        try:
-            score(guess, entry)
-        except Exception:
-            return True
-    return False
 
 
 def digest(entry: dict[str, Any]) -> str:
