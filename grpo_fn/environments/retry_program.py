@@ -10,7 +10,7 @@ from grpo_fn.rewards.code import Runner, run_against_tests
 
 
 def environment(*, run: Runner, max_tries: int, shown_tests: int, max_output: int) -> Environment:
-    """The environment of problems with tests, as `mbpp.task` makes them.
+    """The environment of problems with tests, as `benchmarks.mbpp` makes them.
 
     Args:
         run: runs a program against its tests: `sandbox.run_program` with its knobs.

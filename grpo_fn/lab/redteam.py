@@ -37,16 +37,16 @@ BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{
 SUBJECTS = ("Algebra", "Counting & Probability", "Geometry", "Intermediate Algebra", "Number Theory", "Prealgebra")
 TASKS = {
     "arithmetic": ("grpo_fn.tasks.arithmetic.task", {"max_value": 5, "operations": 3, "test_size": 128}),
-    "gsm8k": ("grpo_fn.tasks.gsm8k.task", {"template": "{question}" + BOXED}),
+    "gsm8k": ("grpo_fn.tasks.benchmarks.gsm8k", {"template": "{question}" + BOXED}),
     "math": (
-        "grpo_fn.tasks.math.task",
+        "grpo_fn.tasks.benchmarks.math",
         {
             **{"train": ["train.jsonl"], "test": "math500.jsonl", "template": "{problem}" + BOXED},
             **{"levels": [1, 2, 3, 4, 5], "subjects": [*SUBJECTS, "Precalculus"]},
         },
     ),
     "mbpp": (
-        "grpo_fn.tasks.mbpp.task",
+        "grpo_fn.tasks.benchmarks.mbpp",
         {
             **{"file": "mbpp.jsonl", "train": ["train"], "test": ["test"], "shown_tests": 3},
             "template": "{text}\nYour code should pass these tests:\n{tests}",

@@ -244,7 +244,7 @@ def test_a_wrong_arrow_is_seen(name: str, source: str, complaint: str) -> None:
     ("name", "source"),
     [
         ("algo.step", "from grpo_fn.algo import metrics\nfrom grpo_fn.core.types import Batch\nimport functools"),
-        ("tasks.gsm8k", "import json\nfrom pathlib import Path\nfrom grpo_fn.tasks.task import Task"),
+        ("tasks.benchmarks", "import json\nfrom pathlib import Path\nfrom grpo_fn.tasks.task import Task"),
         ("train", "import os\nfrom grpo_fn.shell.policy import fsdp\nfrom grpo_fn.algo.step import Algorithm"),
         ("core.json_lines", "import json\nfrom pathlib import Path"),
         ("config.parse", "import gin\nfrom gin import config_parser"),

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARED = {
     "main": "every command has one",
     "flags": "the command line of each command",
-    "task": "a data set's module has one: gin binds @gsm8k.task",
+    "task": "a task's module has one: gin binds @rows.task",
     "environment": "an environment's module has one: gin binds @tool_use.environment()",
     "start": "the two functions of every environment",
     "step": "the two functions of every environment",

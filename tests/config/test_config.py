@@ -296,13 +296,17 @@ def test_a_stored_configuration_has_absolute_paths_and_is_of_the_same_run(
     (tmp_path / "here" / "rows" / "a.jsonl").touch()
     params = ["MODEL=model", "DATA=rows"]
     (tmp_path / "gsm8k.gin").write_text(
-        "from __gin__ import dynamic_registration\nfrom grpo_fn.tasks import gsm8k\n"
-        'include "run/gsm8k.gin"\ngsm8k.task.template = "rows"\n'
+        "from __gin__ import dynamic_registration\nfrom grpo_fn.tasks import benchmarks\n"
+        'include "run/gsm8k.gin"\nbenchmarks.gsm8k.template = "rows"\n'
     )
     monkeypatch.chdir(tmp_path / "here")
     given = load_config(["../gsm8k.gin"], params)
     assert given.root.knobs["model"] == "model"  # the run uses what it was given
-    for line in (f"DATA = '{tmp_path}/here/rows'", f"MODEL = '{tmp_path}/here/model'", "gsm8k.task.template = 'rows'"):
+    for line in (
+        f"DATA = '{tmp_path}/here/rows'",
+        f"MODEL = '{tmp_path}/here/model'",
+        "benchmarks.gsm8k.template = 'rows'",
+    ):
         assert f"\n{line}\n" in given.text
     written, absolute = given.fingerprint.split("/")
     (tmp_path / "config.gin").write_text(given.text)

@@ -16,7 +16,7 @@ from grpo_fn.core.problem import Completion
 from grpo_fn.rewards import math
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
-from grpo_fn.tasks import gsm8k
+from grpo_fn.tasks import benchmarks
 from grpo_fn.tasks.task import train_problems
 
 PROJECT = TESTS.parent
@@ -77,7 +77,7 @@ def scores(pool: RewardPool, golds: Sequence[str], answers: Sequence[str]) -> li
 
 
 def test_every_published_answer_is_right_for_itself_and_wrong_for_another(data: Path) -> None:
-    task = gsm8k.task(data=str(data), template="{question}")
+    task = benchmarks.gsm8k(data=str(data), template="{question}")
     assert (task.size, len(task.test)) == (TRAIN, TEST)
     train = train_problems(task, prng.key(0, device="cpu"), 0, TRAIN)
     golds = [problem.answer for problem in (*train, *task.test)]
@@ -107,5 +107,5 @@ def test_every_row_goes_through_prompt_sampling_verification_and_loss(model: Pat
     assert {row["uid"] for row in seen} == set(range(TRAIN))
     published = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
     asked = {(row["prompt"].partition("\nPlease reason")[0], row["answer"]) for row in seen}
-    assert asked == {(row["question"], gsm8k.gsm8k_answer(row["answer"])) for row in published}
+    assert asked == {(row["question"], benchmarks.gsm8k_answer(row["answer"])) for row in published}
     assert all(row["length"] > 0 for row in seen)

@@ -13,7 +13,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.problem import COMPLETION, Completion, Problem
 from grpo_fn.rewards.format import boxed
 from grpo_fn.rewards.math import correct
-from grpo_fn.tasks import arithmetic, gsm8k
+from grpo_fn.tasks import arithmetic, benchmarks
 from grpo_fn.tasks.task import TEST_UID, filter_rows, from_rows, held_out_only, sample_tests, train_problems, with_notes
 
 seeds = st.integers(0, 2**31 - 1)
@@ -294,7 +294,7 @@ def folder(path, train=GOOD, test=HELD_OUT):
 
 def test_rows_become_prompts_by_the_template_and_golds_without_commas(tmp_path):
     lines = ["", *GOOD, "  "]
-    task = gsm8k.task(data=folder(tmp_path, train=lines), template=r"Q: {question} Use \boxed{}.")
+    task = benchmarks.gsm8k(data=folder(tmp_path, train=lines), template=r"Q: {question} Use \boxed{}.")
     asked = sorted(train_problems(task, key(0), 0, 3), key=lambda problem: problem.meta["row"])
     assert [problem.prompt for problem in asked] == [rf"Q: What is {i}? Use \boxed{{}}." for i in range(3)]
     assert [problem.answer for problem in asked] == ["1000", "1001", "1002"]
@@ -302,7 +302,7 @@ def test_rows_become_prompts_by_the_template_and_golds_without_commas(tmp_path):
 
 def test_a_line_separator_inside_a_question_does_not_cut_the_line(tmp_path):
     odd = '{"question": "a\u2028b\u0085c", "answer": "#### 1"}'
-    task = gsm8k.task(data=folder(tmp_path, train=[odd]), template="{question}")
+    task = benchmarks.gsm8k(data=folder(tmp_path, train=[odd]), template="{question}")
     assert task.train(key(0), 0).prompt == "a\u2028b\u0085c"
 
 
@@ -322,27 +322,27 @@ def test_a_line_separator_inside_a_question_does_not_cut_the_line(tmp_path):
 )
 def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, train, want):
     with pytest.raises(ValueError, match=want):
-        gsm8k.task(data=folder(tmp_path, train=train), template="{question}")
+        benchmarks.gsm8k(data=folder(tmp_path, train=train), template="{question}")
 
 
 def test_a_missing_folder_or_file_is_refused_with_what_is_there(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ValueError, match=r"without train\.jsonl.*there are: notes\.txt"):
-        gsm8k.task(data=str(tmp_path), template="{question}")
+        benchmarks.gsm8k(data=str(tmp_path), template="{question}")
     with pytest.raises(ValueError, match=r"which is no folder.*has: notes\.txt"):
-        gsm8k.task(data=str(tmp_path / "nowhere"), template="{question}")
+        benchmarks.gsm8k(data=str(tmp_path / "nowhere"), template="{question}")
     (tmp_path / "train.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="wanted UTF-8 text"):
-        gsm8k.task(data=str(tmp_path), template="{question}")
+        benchmarks.gsm8k(data=str(tmp_path), template="{question}")
 
 
 def test_a_template_without_the_question_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"wanted one that holds \{question\}"):
-        gsm8k.task(data=folder(tmp_path), template="question")
+        benchmarks.gsm8k(data=folder(tmp_path), template="question")
 
 
 def test_the_published_files_have_7473_and_1319_rows():
-    task = gsm8k.task(data=str(published("gsm8k")), template="{question}")
+    task = benchmarks.gsm8k(data=str(published("gsm8k")), template="{question}")
     assert (task.size, len(task.test)) == (7473, 1319)
     assert {problem.meta["row"] for problem in train_problems(task, key(0), 0, 7473)} == set(range(7473))
     assert all(re.fullmatch(r"-?\d+(\.\d+)?", problem.answer) for problem in task.test)

@@ -10,7 +10,7 @@ from published import published
 
 from grpo_fn.core import prng
 from grpo_fn.rewards.format import last_box
-from grpo_fn.tasks import math
+from grpo_fn.tasks import benchmarks
 from grpo_fn.tasks.task import TEST_UID, train_problems
 
 SUBJECTS = ["Algebra", "Geometry"]
@@ -45,7 +45,7 @@ def data(tmp_path_factory):
     st.lists(st.sampled_from(SUBJECTS), min_size=1, unique=True),
 )
 def test_training_asks_the_levels_and_subjects_named_and_the_held_out_set_stays_whole(data, levels, subjects):
-    task = math.task(**{**data, "levels": levels, "subjects": subjects})
+    task = benchmarks.math(**{**data, "levels": levels, "subjects": subjects})
     assert Counter((row.meta["level"], row.meta["subject"]) for row in task.rows) == Counter(
         (level, subject) for level in levels for subject in subjects
     )
@@ -72,7 +72,7 @@ def test_the_prompt_is_the_template_and_a_row_without_an_answer_field_has_its_la
         "subjects": ["Algebra"],
         "template": r"Q: {problem} \boxed{}",
     }
-    task = math.task(**knobs)
+    task = benchmarks.math(**knobs)
     assert [(row.prompt, row.answer) for row in task.rows] == [
         (r"Q: Is \boxed{x} {y}? \boxed{}", r"\frac{1}{2}"),
         (r"Q: Z \boxed{}", "7"),
@@ -82,17 +82,17 @@ def test_the_prompt_is_the_template_and_a_row_without_an_answer_field_has_its_la
 def test_training_rows_without_an_answer_are_left_out_and_noted_and_held_out_ones_refused(tmp_path):
     empty = [{**TRAIN[0], "answer": " "}, {**TRAIN[1], "answer": ""}]
     bare = {"problem": "no box", "level": 1, "type": "Algebra", "solution": "?"}
-    task = math.task(**folder(tmp_path, train=[*empty, *TRAIN[2:], bare]))
+    task = benchmarks.math(**folder(tmp_path, train=[*empty, *TRAIN[2:], bare]))
     assert task.size == 10
     assert task.notes == ("left out 3 training rows without an answer: 0, 1, 12",)
     with pytest.raises(ValueError, match=r"held-out rows: got no answer in 1 \(counted from 0\)"):
-        math.task(**folder(tmp_path, math500=[TEST[0], {**TEST[1], "answer": ""}]))
+        benchmarks.math(**folder(tmp_path, math500=[TEST[0], {**TEST[1], "answer": ""}]))
 
 
 def test_held_out_problems_are_not_trained_on(tmp_path):
     shared = [{**row, "problem": f" {row['problem']}\n"} for row in TEST]
     knobs = folder(tmp_path, test=[*TRAIN[:2], *({**row, "solution": ""} for row in shared)])
-    task = math.task(**{**knobs, "train": ["train.jsonl", "test.jsonl"]})
+    task = benchmarks.math(**{**knobs, "train": ["train.jsonl", "test.jsonl"]})
     assert task.size == 14
     assert {row.prompt.strip() for row in task.rows}.isdisjoint({"t0", "t1", "t2"})
     assert task.notes == ("left out 3 training rows that are held-out problems: 14, 15, 16",)
@@ -115,7 +115,7 @@ def test_held_out_problems_are_not_trained_on(tmp_path):
 )
 def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, row, want):
     with pytest.raises(ValueError, match=want):
-        math.task(**folder(tmp_path, train=[{**TRAIN[0], **row}]))
+        benchmarks.math(**folder(tmp_path, train=[{**TRAIN[0], **row}]))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, row, want):
 )
 def test_knobs_that_make_no_sense_are_refused(data, knob, want):
     with pytest.raises(ValueError, match=want):
-        math.task(**{**data, **knob})
+        benchmarks.math(**{**data, **knob})
 
 
 # The published files
@@ -146,20 +146,20 @@ PUBLISHED = {**KNOBS, "subjects": ALL_SUBJECTS}
 
 def test_the_published_files_lose_two_empty_answers_and_one_problem_of_the_test_file():
     data = str(published("math"))
-    small = math.task(**PUBLISHED, data=data)
+    small = benchmarks.math(**PUBLISHED, data=data)
     assert (small.size, len(small.test)) == (7498, 500)
     assert small.notes == ("left out 2 training rows without an answer: 5341, 5343",)
     assert Counter(row.meta["level"] for row in small.rows)[None] == 2
-    against_test = math.task(**{**PUBLISHED, "test": "test.jsonl"}, data=data)
+    against_test = benchmarks.math(**{**PUBLISHED, "test": "test.jsonl"}, data=data)
     assert (against_test.size, len(against_test.test)) == (7497, 5000)
     assert against_test.notes[0] == "left out 1 training rows that are held-out problems: 2948"
-    both = math.task(**{**PUBLISHED, "train": ["train.jsonl", "test.jsonl"]}, data=data)
+    both = benchmarks.math(**{**PUBLISHED, "train": ["train.jsonl", "test.jsonl"]}, data=data)
     assert both.size == 7498 + 5000 - 500
     assert both.notes[0].startswith("left out 500 training rows that are held-out problems:")
 
 
 def test_the_published_levels_are_asked_once_an_epoch():
-    task = math.task(**{**PUBLISHED, "levels": [4, None]}, data=str(published("math")))
+    task = benchmarks.math(**{**PUBLISHED, "levels": [4, None]}, data=str(published("math")))
     asked = train_problems(task, key(0), 0, task.size)
     assert Counter(p.meta["level"] for p in asked) == {4: 1690, None: 2}
     assert len({p.meta["row"] for p in asked}) == task.size

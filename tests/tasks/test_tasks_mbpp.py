@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published import published
 
-from grpo_fn.tasks import mbpp
+from grpo_fn.tasks import benchmarks
 from grpo_fn.tasks.task import TEST_UID
 
 KNOBS = {
@@ -24,7 +24,7 @@ def row(number, **changes):
 
 
 ROWS = [row(number) for number in (1, 10, 11, 510, 511, 600, 601, 974)]
-SPLIT_OF = dict(zip((1, 10, 11, 510, 511, 600, 601, 974), [s for s in mbpp.SPLITS for _ in "ab"], strict=True))
+SPLIT_OF = dict(zip((1, 10, 11, 510, 511, 600, 601, 974), [s for s in benchmarks.SPLITS for _ in "ab"], strict=True))
 
 
 def folder(path, rows=ROWS, file="mbpp.jsonl"):
@@ -37,10 +37,10 @@ def data(tmp_path_factory):
     return folder(tmp_path_factory.mktemp("mbpp"))
 
 
-@given(st.permutations(list(mbpp.SPLITS)), st.integers(1, 4), st.integers(0, 3))
+@given(st.permutations(list(benchmarks.SPLITS)), st.integers(1, 4), st.integers(0, 3))
 def test_rows_go_to_the_side_that_names_their_split(data, names, cut, held_out):
     train, test = names[:cut], names[cut : cut + held_out]
-    task = mbpp.task(**{**data, "train": train, "test": test})
+    task = benchmarks.mbpp(**{**data, "train": train, "test": test})
     want = [[n for name in names for n, split in SPLIT_OF.items() if split == name] for names in (train, test)]
     assert [[p.prompt.split("\n")[0] for p in side] for side in (task.rows, task.test)] == [
         [f"Task {n}." for n in side] for side in want
@@ -51,7 +51,7 @@ def test_rows_go_to_the_side_that_names_their_split(data, names, cut, held_out):
 @given(st.integers(0, 5))
 def test_the_prompt_shows_the_first_asserts_and_meta_holds_all(data, shown):
     template = "{text} {tests}" if shown else "{text}"
-    task = mbpp.task(**{**data, "template": template, "shown_tests": shown})
+    task = benchmarks.mbpp(**{**data, "template": template, "shown_tests": shown})
     for problem, number in zip(task.rows, (601, 974), strict=True):
         tests = tuple(f"assert f({number}) == {i}" for i in range(3))
         assert problem.prompt == f"Task {number}." + (" " + "\n".join(tests[:shown]) if shown else "")
@@ -60,16 +60,16 @@ def test_the_prompt_shows_the_first_asserts_and_meta_holds_all(data, shown):
 
 
 def test_a_problem_that_speaks_of_the_templates_fields_is_left_alone(tmp_path):
-    task = mbpp.task(**folder(tmp_path, rows=[row(601, text="Print {tests} and {text}."), row(11)]))
+    task = benchmarks.mbpp(**folder(tmp_path, rows=[row(601, text="Print {tests} and {text}."), row(11)]))
     assert task.rows[0].prompt == "Print {tests} and {text}.\nassert f(601) == 0\nassert f(601) == 1"
 
 
 def test_the_setup_is_the_rows_code_or_its_imports(tmp_path):
     rows = [row(601, test_setup_code="a = 1\r\nb = 2\r"), row(11)]
-    assert mbpp.task(**folder(tmp_path, rows=rows)).rows[0].meta["setup"] == "a = 1\nb = 2\n"
+    assert benchmarks.mbpp(**folder(tmp_path, rows=rows)).rows[0].meta["setup"] == "a = 1\nb = 2\n"
     changes = {"text": ..., "test_setup_code": ..., "prompt": "Do.", "test_imports": ["import math", "import re"]}
     knobs = folder(tmp_path, rows=[row(601, **changes), row(11, **changes)], file="sanitized-mbpp.jsonl")
-    task = mbpp.task(**{**knobs, "file": "sanitized-mbpp.jsonl"})
+    task = benchmarks.mbpp(**{**knobs, "file": "sanitized-mbpp.jsonl"})
     assert task.rows[0].meta["setup"] == "import math\nimport re"
     assert task.rows[0].prompt.startswith("Do.\n")
 
@@ -93,7 +93,7 @@ def test_the_setup_is_the_rows_code_or_its_imports(tmp_path):
 )
 def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, changes, want):
     with pytest.raises(ValueError, match=want):
-        mbpp.task(**folder(tmp_path, rows=[ROWS[0], row(601, **changes), *ROWS[1:]]))
+        benchmarks.mbpp(**folder(tmp_path, rows=[ROWS[0], row(601, **changes), *ROWS[1:]]))
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,12 @@ def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, changes, want):
 )
 def test_knobs_that_make_no_sense_are_refused(data, knobs, want):
     with pytest.raises(ValueError, match=want):
-        mbpp.task(**{**data, **knobs})
+        benchmarks.mbpp(**{**data, **knobs})
 
 
 def test_a_split_without_rows_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"mbpp\.jsonl: got no rows of test"):
-        mbpp.task(**folder(tmp_path, rows=[row(601)]))
+        benchmarks.mbpp(**folder(tmp_path, rows=[row(601)]))
 
 
 # The published files
@@ -128,8 +128,8 @@ def test_a_split_without_rows_is_refused(tmp_path):
 )
 def test_the_published_files_have_their_published_splits(file, sizes):
     data = str(published("mbpp"))
-    for name, size in zip(mbpp.SPLITS, sizes, strict=True):
-        task = mbpp.task(**{**KNOBS, "file": file, "train": [name], "test": []}, data=data)
+    for name, size in zip(benchmarks.SPLITS, sizes, strict=True):
+        task = benchmarks.mbpp(**{**KNOBS, "file": file, "train": [name], "test": []}, data=data)
         assert (task.size, task.notes) == (size, ())
         assert all(set(row.meta) == {"row", "tests", "setup"} and "\r" not in row.answer for row in task.rows)
         assert all(test.startswith("assert ") for row in task.rows for test in row.meta["tests"])
@@ -137,9 +137,9 @@ def test_the_published_files_have_their_published_splits(file, sizes):
 
 def test_three_published_training_texts_are_in_the_test_split_too_with_other_asserts():
     data = str(published("mbpp"))
-    without = mbpp.task(**{**KNOBS, "template": "{text}", "shown_tests": 0}, data=data)
+    without = benchmarks.mbpp(**{**KNOBS, "template": "{text}", "shown_tests": 0}, data=data)
     assert (without.size, len(without.test)) == (371, 500)
     assert without.notes[0].startswith("left out 3 training rows that are held-out problems:")
-    task = mbpp.task(**KNOBS, data=data)
+    task = benchmarks.mbpp(**KNOBS, data=data)
     assert (task.size, task.notes) == (374, ())
     assert Counter(bool(row.meta["setup"]) for row in (*task.rows, *task.test)) == {False: 872, True: 2}

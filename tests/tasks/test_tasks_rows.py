@@ -16,7 +16,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.conversation import Conversation
 from grpo_fn.core.problem import Problem
 from grpo_fn.rewards.format import last_box
-from grpo_fn.tasks import gsm8k, mixture, rows
+from grpo_fn.tasks import benchmarks, mixture, rows
 from grpo_fn.tasks.rows import Row
 from grpo_fn.tasks.task import train_problems
 
@@ -120,15 +120,15 @@ def test_gold_may_be_any_function_of_the_field():
     golds = [
         source({"q": "?", "a": a}, gold=gold)()[0].answer
         for a, gold in [
-            ("so\n#### 1,200", gsm8k.gsm8k_answer),
+            ("so\n#### 1,200", benchmarks.gsm8k_answer),
             (r"thus \boxed{x}.", last_box),
-            ("no mark", gsm8k.gsm8k_answer),
+            ("no mark", benchmarks.gsm8k_answer),
             ("no box", last_box),
         ]
     ]
     assert golds == ["1200", "x", "", ""]
     with pytest.raises(ValueError, match=r"here:1: 'a': "):
-        source({"q": "?", "a": None}, gold=gsm8k.gsm8k_answer)()
+        source({"q": "?", "a": None}, gold=benchmarks.gsm8k_answer)()
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_messages_are_a_conversation_whose_last_message_has_the_template():
 def test_the_last_message_of_the_assistant_is_the_answer_where_one_field_holds_both():
     row = {"messages": chat(("u", "6 * 7?"), ("a", "It is 42. #### 42"))}
     fields = {"prompt_field": "messages", "answer_field": "messages"}
-    (found,) = source(row, **fields, gold=gsm8k.gsm8k_answer)()
+    (found,) = source(row, **fields, gold=benchmarks.gsm8k_answer)()
     assert (found.prompt, found.answer) == ("6 * 7?", "42")
     with pytest.raises(ValueError, match=r"here:1: 'messages': last message: got one of 'user', wanted the answer"):
         source({"messages": chat(("u", "6 * 7?"))}, **fields)()
