@@ -20,8 +20,8 @@ from itertools import chain, count
 from pathlib import Path
 from types import FrameType
 
-from grpo_fn.core.checks import FunctionMisfit
 from grpo_fn.core.display_text import escape_control
+from grpo_fn.core.partials import FunctionMisfit
 
 EXIT_ERROR, EXIT_BAD_INPUT, EXIT_FULL, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 74, 130, 143  # 74: EX_IOERR
 FULL = (errno.ENOSPC, errno.EDQUOT)

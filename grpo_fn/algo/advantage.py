@@ -265,7 +265,7 @@ def label_weights(logp: Float[Tensor, "G T"], group: Batch, *, tau: float) -> Fl
     score = masked.mean(logp - group.logp_old, group.mask, dim=-1)
     side = masked.sum(group.adv, group.mask, dim=-1).sign()
     x = -side * score / tau
-    ahead = [torch.where(side == one, x, -torch.inf) for one in (1, -1)]
+    ahead = [torch.where(side == sign, x, -torch.inf) for sign in (1, -1)]
     log_total = [torch.logsumexp(torch.cat([y, y.new_zeros(1)]), 0) for y in ahead]  # the 1 is e^0
     share = sum((y - total).exp() for y, total in zip(ahead, log_total, strict=True))
     both = (side > 0).any() & (side < 0).any()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from einops import repeat
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.func import vmap
@@ -406,7 +406,7 @@ def by_state(
     returns: Float[Tensor, "P G K"], taken: Bool[Tensor, "P G K"], states: Int[Tensor, "P G K"], advantage: Advantage
 ) -> Float[Tensor, "P G K"]:
     """The advantage of each turn among the turns of its prompt's group that begin in the same state."""
-    worth, there, state = (x.flatten(1) for x in (returns, taken, states))
+    worth, there, state = (rearrange(x, "p g k -> p (g k)") for x in (returns, taken, states))
     size = worth.shape[-1]
 
     def own(place: Tensor, worth: Tensor, there: Tensor, state: Tensor) -> Tensor:
@@ -417,7 +417,7 @@ def by_state(
     places = torch.arange(size, device=worth.device)
     each = vmap(own, in_dims=(0, None, None, None), chunk_size=max(1, _PAIRS // size))
     compared = torch.stack([each(places, *prompt) for prompt in zip(worth, there, state, strict=True)])
-    return torch.where(there, compared, 0.0).view(returns.shape)
+    return rearrange(torch.where(there, compared, 0.0), "p (g k) -> p g k", g=returns.shape[1])
 
 
 def turns_over_tokens(adv: Float[Tensor, "P G K"], mask: Bool[Tensor, "P G T"]) -> Float[Tensor, "P G T"]:

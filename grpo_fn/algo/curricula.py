@@ -61,19 +61,19 @@ def sample_and_follow(
     """
     if group_sampling is None:
         groups = explore(carried.drawn, prompts)
-        found = GroupBatch(groups, groups, carried._replace(drawn=carried.drawn + prompts), {})
+        sampled = GroupBatch(groups, groups, carried._replace(drawn=carried.drawn + prompts), {})
     else:
-        found = group_sampling(explore, carried, prompts)
-    before, uids = carried.curriculum, [problem.uid for problem in found.fresh.problems]
-    rates = curriculum.pass_rate(found.fresh.reward)
+        sampled = group_sampling(explore, carried, prompts)
+    before, uids = carried.curriculum, [problem.uid for problem in sampled.fresh.problems]
+    rates = curriculum.pass_rate(sampled.fresh.reward)
     if rates.shape != (len(uids),):
         raise ValueError(
             f"curriculum.pass_rate: got shape {[*rates.shape]}, wanted [{len(uids)}], one for each problem"
         )
     after = update_curriculum(curriculum, before, uids, rates)
     figures = curriculum_figures(curriculum, labels, before, after, uids, rates)
-    moved = found.carried._replace(curriculum=after)
-    return found._replace(carried=moved, figures={**found.figures, **figures})
+    moved = sampled.carried._replace(curriculum=after)
+    return sampled._replace(carried=moved, figures={**sampled.figures, **figures})
 
 
 def choose_uids(
@@ -116,8 +116,8 @@ def update_curriculum(
     """
     arms = torch.tensor([uid % len(state.turns) for uid in uids], dtype=torch.int64)
     rates = rates.detach().to("cpu", torch.float64)
-    known = ~rates.isnan()
-    arrays = curriculum.update(state.arrays, arms[known], rates[known])
+    scored = ~rates.isnan()
+    arrays = curriculum.update(state.arrays, arms[scored], rates[scored])
     check_arrays(arrays, state.arrays, "curriculum.update")
     return CurriculumState(state.turns + arms.bincount(minlength=len(state.turns)), arrays)
 
@@ -140,19 +140,19 @@ def curriculum_figures(
     """Metrics of a step of a curriculum: `curriculum/share/<label>` and `curriculum/pass_rate/<label>`, and its own.
 
     Arms of one label, such as the rows of a level, are counted together. A pass rate is missing where no problem of the
-    label was asked and could be scored.
+    label was drawn and could be scored.
     """
-    found: dict[str, float] = {}
-    asked = [labels[uid % len(labels)] for uid in uids]
+    figures: dict[str, float] = {}
+    drawn = [labels[uid % len(labels)] for uid in uids]
     values = rates.detach().to("cpu", torch.float64).tolist()
     for label in dict.fromkeys(labels):
-        mine = [rate for one, rate in zip(asked, values, strict=True) if one == label]
-        found[f"curriculum/share/{label}"] = len(mine) / len(asked)
-        known = [rate for rate in mine if rate == rate]
-        if known:
-            found[f"curriculum/pass_rate/{label}"] = sum(known) / len(known)
+        of_label = [rate for name, rate in zip(drawn, values, strict=True) if name == label]
+        figures[f"curriculum/share/{label}"] = len(of_label) / len(drawn)
+        scored = [rate for rate in of_label if rate == rate]
+        if scored:
+            figures[f"curriculum/pass_rate/{label}"] = sum(scored) / len(scored)
     own = curriculum.figures(before.arrays, after.arrays)
-    return found | {f"curriculum/{name}": float(value) for name, value in own.items()}
+    return figures | {f"curriculum/{name}": float(value) for name, value in own.items()}
 
 
 PassRate = Callable[[Reward], Tensor]
@@ -332,7 +332,7 @@ def _share(passed: Tensor, valid: Tensor) -> Tensor:
 
 
 def _check_shares(**knobs: tuple[bool, int | float]) -> None:
-    wanted = {
+    ranges = {
         "threshold": "more than 0 and at most 1",
         "decay": "0 or more and below 1",
         "slow_decay": "more than decay and below 1",
@@ -343,7 +343,7 @@ def _check_shares(**knobs: tuple[bool, int | float]) -> None:
     }
     for name, (fits, value) in knobs.items():
         if not fits:
-            raise ValueError(f"curricula {name}: got {value}, wanted {wanted[name]}")
+            raise ValueError(f"curricula {name}: got {value}, wanted {ranges[name]}")
 
 
 def _check_bandit(temperature: float, decay: float, floor: float) -> None:
@@ -426,11 +426,11 @@ def _select_bandit(
 def _update_bandit(
     averages: tuple[tuple[str, float, Callable[[Tensor], Tensor]], ...], state: Arrays, arms: Tensor, rates: Tensor
 ) -> Arrays:
-    asked, found = state["asked"], {}
+    asked, moved = state["asked"], {}
     for name, decay, of_rates in averages:
         mean, number = step_means(arms, of_rates(rates), len(asked))
-        found[name] = average_rates(state[name], asked, mean, number, decay)
-    return {**found, "asked": asked + arms.bincount(minlength=len(asked))}
+        moved[name] = average_rates(state[name], asked, mean, number, decay)
+    return {**moved, "asked": asked + arms.bincount(minlength=len(asked))}
 
 
 def _variance(rates: Tensor) -> Tensor:

@@ -40,16 +40,16 @@ def dynamic(explore: Explore, carried: Carry, prompts: int, *, max_gen_batches: 
         of the step before) and `generation/zero_variance_fill` (groups without signal).
     """
     waited = [] if carried.waiting is None else [carried.waiting]
-    found = sum(len(part.problems) for part in waited)
+    ready = sum(len(part.problems) for part in waited)
     sampled: list[Groups] = []
-    while found < prompts and len(sampled) < max_gen_batches:
+    while ready < prompts and len(sampled) < max_gen_batches:
         sampled.append(explore(carried.drawn + prompts * len(sampled), prompts))
-        found += int(with_signal(sampled[-1].reward).sum())
+        ready += int(with_signal(sampled[-1].reward).sum())
     fresh = concat_groups(sampled)
     signal = with_signal(fresh.reward).tolist()
-    good, poor = ([p for p, ok in enumerate(signal) if ok is wanted] for wanted in (True, False))
+    good, poor = ([p for p, ok in enumerate(signal) if ok is side] for side in (True, False))
     candidates = concat_groups([*waited, select_groups(fresh, [*good, *poor])])
-    rest = range(prompts, found)
+    rest = range(prompts, ready)
     return GroupBatch(
         select_groups(candidates, range(prompts)),
         fresh,
@@ -57,7 +57,7 @@ def dynamic(explore: Explore, carried: Carry, prompts: int, *, max_gen_batches: 
         {
             "generation/batches": float(len(sampled)),
             "generation/accepted": len(good) / len(signal),
-            "generation/carried_over_groups": float(found - len(good)),
-            "generation/zero_variance_fill": float(max(0, prompts - found)),
+            "generation/carried_over_groups": float(ready - len(good)),
+            "generation/zero_variance_fill": float(max(0, prompts - ready)),
         },
     )

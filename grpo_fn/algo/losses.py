@@ -16,6 +16,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -87,9 +88,10 @@ def dual_clip(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_hig
         raise ValueError(f"cap: got {cap}, wanted more than 1, or bad tokens teach nothing on-policy")
     r = ratio(logp, row.logp_old, row.mask)
     adv = _adv(row)
-    loss, seen = _clipped(r, row, clip_low, clip_high)
+    loss, diagnostics = _clipped(r, row, clip_low, clip_high)
     beyond = (adv < 0) & (r > cap)
-    return torch.where(beyond, -cap * adv, loss), {**seen, "clip_high": seen["clip_high"] + beyond.to(r.dtype)}
+    diagnostics["clip_high"] = diagnostics["clip_high"] + beyond.to(r.dtype)
+    return torch.where(beyond, -cap * adv, loss), diagnostics
 
 
 def sequence_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
@@ -418,23 +420,23 @@ def future_weighted(
     if not 0 <= weight_low <= 1 <= weight_high:
         raise ValueError(f"weight_low, weight_high: got {weight_low} and {weight_high}, wanted 0 <= low <= 1 <= high")
     clips = {"clip_low": clip_low, "clip_high": clip_high}
-    loss, seen = clipped_ratio(logp, row, **clips) if cap is None else dual_clip(logp, row, **clips, cap=cap)
-    log_r, r = log_ratio(logp, row.logp_old, row.mask).detach(), seen["ratio"].detach()
+    loss, diagnostics = clipped_ratio(logp, row, **clips) if cap is None else dual_clip(logp, row, **clips, cap=cap)
+    log_r, r = log_ratio(logp, row.logp_old, row.mask).detach(), diagnostics["ratio"].detach()
     counted = log_r if cap is None else torch.where(r > cap, 0.0, log_r)
     weight = capped_exp(discounted_to_go(counted, decay=2 ** (-1 / half_life))).exp().clamp(weight_low, weight_high)
     risky = (sampled_values(row.adv, row) < 0) & (r > safety)
-    return torch.where(risky, weight.clamp(0.8, 1.0), weight) * loss, seen
+    return torch.where(risky, weight.clamp(0.8, 1.0), weight) * loss, diagnostics
 
 
 def discounted_to_go(x: Float[Tensor, "T"], *, decay: float) -> Float[Tensor, "T"]:
     """sum_{s >= t} decay^(s - t) x_s for each t, in pieces of 128 columns: two small products instead of [T, T]."""
     length = x.shape[-1]
-    pieces = F.pad(x, (0, -length % CHUNK)).unflatten(-1, (-1, CHUNK))
+    pieces = rearrange(F.pad(x, (0, -length % CHUNK)), "(n c) -> n c", c=CHUNK)
     within = pieces @ _powers(CHUNK, decay, like=x).T  # to the end of the piece
     beyond = _powers(pieces.shape[-2], decay**CHUNK, like=x) @ within[..., 0]  # from each piece's start to the end
     after = F.pad(beyond[1:], (0, 1))
     left = CHUNK - torch.arange(CHUNK, device=x.device, dtype=x.dtype)
-    return (within + decay**left * after[:, None]).flatten()[:length]
+    return rearrange(within + decay**left * after[:, None], "n c -> (n c)")[:length]
 
 
 def _powers(size: int, decay: float, *, like: Tensor) -> Float[Tensor, "N N"]:

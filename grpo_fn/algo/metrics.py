@@ -128,12 +128,12 @@ def teacher_metrics(
     lowers; `teacher/gap_abs`, the mean of |gap|; `teacher/gap_min`, that of the token it likes least;
     `teacher/rows_taught`, the share of all rows in which it disagrees with the policy about some token.
     """
-    found = stat(gap, mask)
+    gaps = stat(gap, mask)
     apart = (sampled & (gap != 0)).any(-1)
     return {
-        "teacher/reverse_kl": -float(found.mean),
+        "teacher/reverse_kl": -float(gaps.mean),
         "teacher/gap_abs": float(stat(gap.abs(), mask).mean),
-        "teacher/gap_min": extent("", found)["min"],
+        "teacher/gap_min": extent("", gaps)["min"],
         "teacher/rows_taught": float(stat(apart.to(gap.dtype), sampled.any(-1)).mean),
     }
 
@@ -157,16 +157,16 @@ def of_supervised(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Figures of the given tokens that were learned from, over every micro-batch and epoch of a step: `sft/` of
     demonstrations, with what a token weighs, `observation/` of what environments wrote; nothing of a step without any.
     """
-    found = likelihood("observation/", stats["observation_nll"]) if "observation_nll" in stats else {}
+    figures = likelihood("observation/", stats["observation_nll"]) if "observation_nll" in stats else {}
     if "nll" not in stats:
-        return found
-    return {**found, **likelihood("sft/", stats["nll"]), "sft/weight_mean": float(stats["token_weight"].mean)}
+        return figures
+    return {**figures, **likelihood("sft/", stats["nll"]), "sft/weight_mean": float(stats["token_weight"].mean)}
 
 
 def likelihood(prefix: str, nll: Stat) -> dict[str, float]:
     """How likely given tokens are: `loss`, the mean of -log p, in nats; `perplexity`, its exponential; `tokens`."""
-    found = {"loss": float(nll.mean), "perplexity": float(nll.mean.exp()), "tokens": float(nll.count)}
-    return {f"{prefix}{name}": value for name, value in found.items()}
+    figures = {"loss": float(nll.mean), "perplexity": float(nll.mean.exp()), "tokens": float(nll.count)}
+    return {f"{prefix}{name}": value for name, value in figures.items()}
 
 
 def mismatch(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> dict[str, Stat]:
@@ -264,20 +264,20 @@ def mismatch_before_update(batch: Batch, learned: list[UpdateResult]) -> dict[st
 
 def start_kl(batch: Batch, logp_start: Float[Tensor, "B T"]) -> dict[str, float]:
     """The mean k3 of a step's tokens, before its updates: the KL to the model that the run started with, in nats."""
-    found = vmap(objective.k3)(batch.logp_old, batch._replace(logp_ref=logp_start))[batch.mask]
-    return {"loss/kl_start": float(found.mean())} if len(found) else {}
+    estimates = vmap(objective.k3)(batch.logp_old, batch._replace(logp_ref=logp_start))[batch.mask]
+    return {"loss/kl_start": float(estimates.mean())} if len(estimates) else {}
 
 
 def summarise_updates(batch: Batch, learned: list[UpdateResult], *, reference: bool) -> dict[str, float]:
     """Metrics of a step's updates: statistics merged, the optimizer's own figures from the last."""
-    taken = {"system/micro_batches": float(sum(step.micro_batches for step in learned))}
+    counts = {"system/micro_batches": float(sum(step.micro_batches for step in learned))}
     if not learned:  # a refused step
-        return {"loss/objective": 0.0, **taken}
+        return {"loss/objective": 0.0, **counts}
     stats = merge_all([step.stats for step in learned])
     sampled = "ratio" in stats  # not where every sample was unscorable, or tokens are given ones
     return {
         "loss/objective": sum(step.objective for step in learned) / len(learned),
-        **taken,
+        **counts,
         **(of_learning(stats, reference=reference) if sampled else {}),
         **(of_mismatch(mismatch_before_update(batch, learned)) if sampled else {}),
         **of_supervised(stats),

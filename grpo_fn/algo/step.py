@@ -29,8 +29,7 @@ from grpo_fn.core.batch import (
     scatter_rows,
     trim_rows,
 )
-from grpo_fn.core.checks import check_divides, check_positive
-from grpo_fn.core.partials import function_and_knobs, needs
+from grpo_fn.core.partials import check_divides, check_positive, function_and_knobs, needs
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import UNDECLARED, Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals
 
@@ -214,7 +213,7 @@ def grpo_step(
         sampler.load(policy)  # pi_old <- pi_theta
     figures |= metrics.step_metrics(batch, adv, groups, fresh, learned, scored)
     gains = carried.gains if algo.control is None else algo.control(carried.gains, figures)
-    ratio = torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)])
+    ratio = torch.cat([batch.adv.new_zeros(0), *(result.ratio for result in learned)])
     experience = Experience(groups, adv, batch, ratio)
     return experience, carried._replace(gains=gains, steps=carried.steps + 1), figures
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 from torch.func import vmap
@@ -20,7 +21,7 @@ from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.algo.step import Experience, Span, Stream, Term, update
 from grpo_fn.core.batch import by_group, check_rollout, given_batch, observed_tokens, outcome_reward
 from grpo_fn.core.batch import minibatches as split_minibatches
-from grpo_fn.core.checks import check_divides, check_positive
+from grpo_fn.core.partials import check_divides, check_positive
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Rollout, Sampler, Scores, Totals
 
@@ -180,7 +181,7 @@ def observations(scored: ScoredStep, *, objective: Objective, coef: float) -> Te
     Returns:
         The term; None when no row has an observation.
     """
-    rollout, valid = scored.groups.rollout, scored.reward.valid.flatten()[:, None]
+    rollout, valid = scored.groups.rollout, rearrange(scored.reward.valid, "p g -> (p g) 1")
     rows = given_batch(rollout._replace(mask=observed_tokens(rollout.mask) & valid.to(rollout.mask.device)))
 
     def named(scores: Scores, batch: Batch, totals: Totals, gains: Gains) -> tuple[Tensor, dict[str, Tensor]]:

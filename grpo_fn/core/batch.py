@@ -10,15 +10,16 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
+from einops import rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.func import vmap
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 
 from grpo_fn.core import prng
-from grpo_fn.core.checks import FunctionMisfit
+from grpo_fn.core.partials import FunctionMisfit
 from grpo_fn.core.problem import Problem, Turn
 from grpo_fn.core.types import Batch, Groups, Reward, Rollout, Totals, Undeclared
 
@@ -60,8 +61,8 @@ def outcome_reward(
     value: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"], parts: dict[str, Float[Tensor, "P G"]]
 ) -> Reward:
     """The reward of samples without turns: each is one turn, worth its value, and a prompt's all begin in one state."""
-    prompt = torch.arange(len(value), device=value.device)[:, None]
-    return Reward(value, valid, parts, value[..., None], prompt.expand(value.shape)[..., None])
+    states = repeat(torch.arange(len(value), device=value.device), "p -> p g 1", g=value.shape[1])
+    return Reward(value, valid, parts, rearrange(value, "p g -> p g 1"), states)
 
 
 def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
@@ -166,10 +167,10 @@ def share_prompts(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Span
 
     (Liu et al. 2025, "Prefix Grouper", arXiv:2506.05433: gradients are those of reading it in every row.)
     """
-    length, seen = prompt_lengths(mask), {}
+    length, first_row = prompt_lengths(mask), {}
     # A row without a prompt has none like it: its own number stands for one.
     prompts = [tuple(row[:n]) or b for b, (row, n) in enumerate(zip(tokens.tolist(), length.tolist(), strict=True))]
-    first = torch.tensor([seen.setdefault(prompt, b) for b, prompt in enumerate(prompts)], device=tokens.device)
+    first = torch.tensor([first_row.setdefault(prompt, b) for b, prompt in enumerate(prompts)], device=tokens.device)
     row = torch.arange(len(tokens), device=tokens.device)
     return Spans(torch.where(first == row, 0, length), read_lengths(mask), first)
 
@@ -179,9 +180,9 @@ def visible_positions(spans: Spans, width: int) -> Int[Tensor, "B T"]:
 
     A column that is not read points to where the row's first token is: there is something, and it is the row's own.
     """
-    taken = spans.end - spans.start
-    begin = taken.cumsum(0) - taken
-    column = torch.arange(width, device=taken.device)
+    width_read = spans.end - spans.start
+    begin = width_read.cumsum(0) - width_read
+    column = torch.arange(width, device=width_read.device)
     at = torch.where(
         column < spans.start[:, None], begin[spans.first][:, None] + column, (begin - spans.start)[:, None] + column
     )
@@ -223,32 +224,33 @@ def by_reading(
 
 def prompt_pieces(mask: Bool[Tensor, "B T"], spans: Spans, limit: int) -> list[PromptPiece]:
     """Rows by the prompt they read, cut where they would read more than `limit` tokens together; most tokens first."""
-    prompt, made = prompt_lengths(mask), {}
+    prompt, by_prompt = prompt_lengths(mask), {}
     for row in mask.any(-1).nonzero()[:, 0].tolist():
-        parts = made.setdefault(int(spans.first[row]), [])
+        parts = by_prompt.setdefault(int(spans.first[row]), [])
         begun, behind = int(prompt[row]), int(spans.end[row] - prompt[row])
         if parts and parts[-1].tokens + behind <= limit:
             parts[-1] = on_one_device(parts[-1], PromptPiece(behind, [row]))
         else:
             parts.append(PromptPiece(begun + behind, [row]))
-    return sorted((piece for parts in made.values() for piece in parts), key=lambda piece: (-piece.tokens, piece.rows))
+    cut = [piece for parts in by_prompt.values() for piece in parts]
+    return sorted(cut, key=lambda piece: (-piece.tokens, piece.rows))
 
 
-def balance_pieces(found: list[PromptPiece], capacity: int, devices: int) -> list[Load]:
+def balance_pieces(pieces: list[PromptPiece], capacity: int, devices: int) -> list[Load]:
     """The pieces in as many loads as first fit makes of them, and a few empty ones to give every device as many.
 
     Spread evenly over them where that leaves every load within the `capacity`; most tokens first.
     """
     fitted: list[PromptPiece] = []
-    for piece in found:
+    for piece in pieces:
         at = next((i for i, load in enumerate(fitted) if load.tokens + piece.tokens <= capacity), len(fitted))
         fitted[at:] = [on_one_device(fitted[at], piece), *fitted[at + 1 :]] if at < len(fitted) else [piece]
     fitted += [PromptPiece(0, [])] * (-len(fitted) % devices)
     even = [PromptPiece(0, [])] * len(fitted)
-    for piece in found:
+    for piece in pieces:
         least = min(range(len(even)), key=lambda i: even[i].tokens)
         even[least] = on_one_device(even[least], piece)
-    chosen = even if all(load.tokens <= capacity or load in found for load in even) else fitted
+    chosen = even if all(load.tokens <= capacity or load in pieces for load in even) else fitted
     return [sorted(load.rows) for load in sorted(chosen, key=lambda load: -load.tokens)]
 
 
@@ -294,10 +296,10 @@ def check_rollout(rollout: Rollout) -> None:
 
 def check_reward_shapes(reward: Reward, problems: int, group_size: int) -> None:
     """Raise ValueError unless value, valid and every part are `[problems, group_size]`: row b = p * G + g is [p, g]."""
-    wanted = (problems, group_size)
+    expected = (problems, group_size)
     for name, x in {"value": reward.value, "valid": reward.valid, **reward.parts}.items():
-        if tuple(x.shape) != wanted:
-            raise ValueError(f"got reward {name} {tuple(x.shape)}, wanted problems by samples, {wanted}")
+        if tuple(x.shape) != expected:
+            raise ValueError(f"got reward {name} {tuple(x.shape)}, wanted problems by samples, {expected}")
 
 
 def make_batch(
@@ -385,8 +387,8 @@ def tokens_of_group(mask: Bool[Tensor, "B T"], groups: int) -> Int[Tensor, "B T"
     Returns:
         The count, the same for all tokens of a group, [B, T].
     """
-    of_groups = by_group(mask, groups)
-    return of_groups.sum((1, 2), keepdim=True).expand(of_groups.shape).flatten(0, 1)
+    tokens = reduce(by_group(mask, groups).long(), "p g t -> p", "sum")
+    return repeat(tokens, "p -> (p g) t", g=len(mask) // groups, t=mask.shape[1])
 
 
 def count(batch: Batch) -> Totals:
@@ -477,7 +479,7 @@ def reweigh_groups(
         The rows with other advantages.
     """
     of_groups = tree_map_only(Tensor, lambda x: by_group(x, groups), batch)
-    return batch._replace(adv=vmap(reweighting)(by_group(logp, groups), of_groups).flatten(0, 1))
+    return batch._replace(adv=rearrange(vmap(reweighting)(by_group(logp, groups), of_groups), "p g t -> (p g) t"))
 
 
 def rows_as_rollout(batch: Batch) -> Rollout:
@@ -488,16 +490,75 @@ def rows_as_rollout(batch: Batch) -> Rollout:
 
 def check_tensor(knob: str, x: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Raise FunctionMisfit unless what the function of a knob returned has this shape and kind of numbers."""
-    wanted = f"{'booleans' if dtype is torch.bool else 'floating-point numbers'} of shape {list(shape)}"
+    expected = f"{'booleans' if dtype is torch.bool else 'floating-point numbers'} of shape {list(shape)}"
     if not isinstance(x, Tensor):
-        raise FunctionMisfit(f"{knob}: got a {type(x).__name__}, expected {wanted}")
+        raise FunctionMisfit(f"{knob}: got a {type(x).__name__}, expected {expected}")
     if (x.dtype is torch.bool, x.is_floating_point()) != (dtype is torch.bool, dtype.is_floating_point):
-        raise FunctionMisfit(f"{knob}: got {str(x.dtype).removeprefix('torch.')}, expected {wanted}")
+        raise FunctionMisfit(f"{knob}: got {str(x.dtype).removeprefix('torch.')}, expected {expected}")
     if tuple(x.shape) != shape:
-        raise FunctionMisfit(f"{knob}: got shape {list(x.shape)}, expected {wanted}")
+        raise FunctionMisfit(f"{knob}: got shape {list(x.shape)}, expected {expected}")
 
 
 def sample_keys(key: Tensor, problems: Sequence[Problem], group_size: int) -> Tensor:
     """fold_in(key, uid, g) of every row, `[B, 2]`."""
-    uid = torch.tensor([p.uid for p in problems], device=key.device).repeat_interleave(group_size)
-    return prng.fold_in(key, uid, torch.arange(group_size, device=key.device).repeat(len(problems)))
+    uid = repeat(torch.tensor([p.uid for p in problems], device=key.device), "p -> (p g)", g=group_size)
+    return prng.fold_in(key, uid, repeat(torch.arange(group_size, device=key.device), "g -> (p g)", p=len(problems)))
+
+
+# -- the same sampled tokens behind other prompts
+
+
+def change_prompts(rollout: Rollout, prompts: Sequence[Sequence[int]]) -> Rollout:
+    """Rows of other prompts and the same tokens from the first sampled one to the last, ids and mask alike.
+
+    Args:
+        rollout: B rows, each with a sampled token.
+        prompts: token ids, at least one, for each row.
+
+    Returns:
+        B rows `[prompt | completion | padding]`, as wide as the longest.
+    """
+    device = rollout.tokens.device
+    begin, end = sampled_span(rollout)
+    size = torch.tensor([len(ids) for ids in prompts], device=device)
+    column = torch.arange(int((size + end - begin).max()), device=device)
+    source = column - size[:, None] + begin[:, None]
+    inside = (column >= size[:, None]) & (source < end[:, None])
+    before = pad_sequence([torch.tensor(ids, device=device) for ids in prompts], batch_first=True)
+    at = column.clamp(max=before.shape[1] - 1).expand(len(prompts), -1)
+    tokens = torch.where(column < size[:, None], before.gather(1, at), 0)
+    return rollout._replace(
+        tokens=torch.where(inside, take(rollout.tokens, source), tokens),
+        mask=inside & take(rollout.mask, source),
+        logp_sampled=torch.where(inside, take(rollout.logp_sampled, source), 0.0),
+    )
+
+
+def restore_places(
+    values: Float[Tensor, "B S"], prompts: Sequence[Sequence[int]], rollout: Rollout
+) -> Float[Tensor, "B T"]:
+    """Values of the rows that `change_prompts` made, at the places of the same tokens in the rows that it was given.
+
+    Args:
+        values: of each token behind the other prompts, [B, S].
+        prompts: the other prompts.
+        rollout: the rows as they were sampled, [B, T].
+
+    Returns:
+        [B, T]; 0 where nothing was sampled.
+    """
+    begin, _ = sampled_span(rollout)
+    size = torch.tensor([len(ids) for ids in prompts], device=values.device)
+    column = torch.arange(rollout.tokens.shape[1], device=values.device)
+    moved = take(values, column - begin[:, None] + size[:, None])
+    return torch.where(rollout.mask, moved, torch.zeros_like(moved))
+
+
+def sampled_span(rollout: Rollout) -> tuple[Int[Tensor, "B"], Int[Tensor, "B"]]:
+    """Columns of each row's first sampled token and of what comes behind its last one."""
+    return rollout.mask.long().argmax(-1), lengths(rollout.mask)
+
+
+def take(rows: Shaped[Tensor, "B T"], at: Int[Tensor, "B S"]) -> Shaped[Tensor, "B S"]:
+    """The value of each row at these columns; any value for a column that it has not."""
+    return rows.gather(1, at.clamp(0, rows.shape[1] - 1))

@@ -16,6 +16,7 @@ from hashlib import sha256
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -53,13 +54,13 @@ def block_digest(part: Tensor, offset: Sequence[int], shape: Sequence[int], seed
     part = part.detach()
     if part.ndim == 0:
         part, offset, shape = part[None], [0], [1]
-    rows, found = max(1, CHUNK // max(1, part[:1].numel())), 0
+    rows, total = max(1, CHUNK // max(1, part[:1].numel())), 0
     for start in range(0, len(part), rows):
         block = part[start : start + rows]
         bits = block.view(BITS[block.element_size()]).long()
         place = element_positions(block.shape, [offset[0] + start, *offset[1:]], shape, bits.device)
-        found += int(mix(bits + place * to_int64(GAMMA) + to_int64(seed)).sum())
-    return found % 2**64
+        total += int(mix(bits + place * to_int64(GAMMA) + to_int64(seed)).sum())
+    return total % 2**64
 
 
 def element_positions(size: Sequence[int], offset: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
@@ -161,7 +162,7 @@ def of_step(
     numbers = {
         "tokens": rollout_checksums(rollout),
         "rewards": reward_checksums(reward),
-        "advantages": of_sampled(adv.flatten(0, 1), rollout.mask),
+        "advantages": of_sampled(rearrange(adv, "p g t -> (p g) t"), rollout.mask),
         "logp_old": of_sampled(logp_old, rollout.mask),
         "signal": of_signal(sent),
     }

@@ -61,16 +61,16 @@ def step_lines(path: Path, *, torn_end: bool) -> list[StepLine]:
     on is writing it. Raises ValueError, naming file and line, for any other line that is no object with a step.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    found, last = [], len(lines)
+    step_rows, last = [], len(lines)
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            found.append(StepLine(int(row["step"]), line if line.endswith(b"\n") else line + b"\n", row))
+            step_rows.append(StepLine(int(row["step"]), line if line.endswith(b"\n") else line + b"\n", row))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if torn_end and number == last:  # a lost page of the disk reads as zeros and may well end in a newline
                 break
             raise ValueError(f"{path}:{number}: got {line[:80]!r}, wanted a JSON object with a step") from error
-    return found
+    return step_rows
 
 
 DIGESTS = "digests.jsonl"  # checksums of every step, and what they may depend on besides

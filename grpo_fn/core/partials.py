@@ -1,4 +1,4 @@
-"""What a function with knobs is made of: the one place that looks into a `functools.partial`, without torch.
+"""What a configuration binds, without torch: functions with knobs, looked into here alone, and numbers, checked.
 
 A function declares what it reads of a step, `f.NEEDS = frozenset({...})`; a run provides it before weights are loaded.
 
@@ -43,8 +43,8 @@ def needs(value: Any) -> frozenset[str]:
 
 def uses_of(function: Callable[..., Any], value: Any) -> Iterator[Callable[..., Any]]:
     """Every use of a function among what a value is bound to, at any depth, with its knobs."""
-    found, knobs = function_and_knobs(value)
-    if found is function:
+    bound_function, knobs = function_and_knobs(value)
+    if bound_function is function:
         yield value
     for item in value if isinstance(value, list | tuple) else (value if isinstance(value, dict) else knobs).values():
         yield from uses_of(function, item)
@@ -69,3 +69,31 @@ def describe_function(value: Any) -> str:
     function, knobs = function_and_knobs(value)
     named = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
     return named + describe_function(dict(knobs))
+
+
+# Checks of numbers, with messages that say got and wanted.
+
+
+class FunctionMisfit(ValueError):
+    """A function of the configuration does not fit its knob: bad input, and one line, although a step has begun."""
+
+
+def check_positive(**numbers: int) -> None:
+    """Raise ValueError naming the first number below 1."""
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, wanted at least 1")
+
+
+def check_divides(prompts: int, minibatches: int) -> None:
+    """Raise ValueError, with the nearest numbers that do, unless the prompts of a step split into whole minibatches."""
+    if prompts % minibatches == 0:
+        return
+    below, above = prompts // minibatches * minibatches, -(-prompts // minibatches) * minibatches
+    nearest = " or ".join(str(n) for n in (below, above) if n > 0)
+    divisors = [m for m in range(1, prompts + 1) if prompts % m == 0]
+    closest = min(divisors, key=lambda m: (abs(m - minibatches), m))
+    raise ValueError(
+        f"prompts {prompts} do not split into {minibatches} minibatches of whole groups: wanted prompts {nearest}, or "
+        f"minibatches {closest}"
+    )

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils import _pytree
 
-from grpo_fn.core.checks import FunctionMisfit
+from grpo_fn.core.partials import FunctionMisfit
 from grpo_fn.core.problem import Problem, Turn
 
 

@@ -7,8 +7,7 @@ group and of the place of one of them, whose prompt is made. None: that sample i
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from grpo_fn.core.conversation import Conversation, chat_prompt
-from grpo_fn.core.problem import Problem
+from grpo_fn.core.problem import Conversation, Problem, chat_prompt
 
 
 class Sample(NamedTuple):

@@ -13,9 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from grpo_fn.core import prng
-from grpo_fn.core.conversation import chat_prompt, is_message_list, read_messages
 from grpo_fn.core.json_lines import Row, json_rows
-from grpo_fn.core.problem import COMPLETION, Problem
+from grpo_fn.core.problem import COMPLETION, Problem, chat_prompt, is_message_list, read_messages
 from grpo_fn.tasks import task as templates
 from grpo_fn.tasks.task import (
     Task,

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from grpo_fn.algo.curricula import Curriculum
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.algo.supervised import Stage
-from grpo_fn.core.checks import check_positive
 from grpo_fn.core.environment import Environment
-from grpo_fn.core.partials import function_and_knobs
+from grpo_fn.core.partials import check_positive, function_and_knobs
 from grpo_fn.core.problem import Problem, RewardFn, Scorer
 from grpo_fn.core.types import Reward, Sampler
 from grpo_fn.shell.episodes.chat_format import ChatFormat, MakeChatFormat

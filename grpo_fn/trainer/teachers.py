@@ -16,10 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from grpo_fn.core.batch import select_groups
+from grpo_fn.core.batch import change_prompts, restore_places, select_groups
 from grpo_fn.core.partials import uses_of
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.reprompt import change_prompts, restore_places
 from grpo_fn.core.types import Groups, Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel

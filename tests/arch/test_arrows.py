@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "shell.logging": SCIENCE | BASE | {"shell.model"},
     "trainer": {*PURE, "sandbox", "shell", "config", "command_line"},
     "train": {*PURE, "shell", "trainer"},
-    "command_line": {"core.checks", "core.display_text"},
+    "command_line": {"core.partials", "core.display_text"},
     "run": {"command_line", "config", "train"},
     "eval": {"command_line", *PURE, "shell", "trainer", "config"},
     "score": {"command_line", "core", "shell", "trainer", "config"},
@@ -84,7 +84,7 @@ READS_FILES = {
     "rewards",
     "environments",
     "core.json_lines",
-    "core.conversation",
+    "core.problem",
 }  # these may use pathlib and json
 # Reward workers and --help start without torch, and so does what looks at machines on which it may be broken.
 NO_TORCH = {
@@ -93,7 +93,6 @@ NO_TORCH = {
     "environments",
     "shell.episodes.answers",
     "shell.environments",
-    "core.conversation",
     "core.display_text",
     "core.json_lines",
     "core.partials",

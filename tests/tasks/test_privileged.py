@@ -7,7 +7,7 @@ from fakes import problem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.core.conversation import Conversation
+from grpo_fn.core.problem import Conversation
 from grpo_fn.tasks import privileged
 from grpo_fn.tasks.privileged import Sample
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from published import published
 
 from grpo_fn.core import prng
-from grpo_fn.core.conversation import Conversation
-from grpo_fn.core.problem import Problem
+from grpo_fn.core.problem import Conversation, Problem
 from grpo_fn.rewards.format import last_box
 from grpo_fn.tasks import benchmarks, mixture, rows
 from grpo_fn.tasks.rows import Row

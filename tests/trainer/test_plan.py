@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from grpo_fn.core import checks, sampling
+from grpo_fn.core import partials, sampling
 from grpo_fn.shell.policy.memory_estimate import Memory, Part
 from grpo_fn.trainer import plan
 from grpo_fn.trainer.checks import validate
@@ -104,9 +104,9 @@ def test_a_sampler_of_nan_is_refused():
 @given(st.integers(1, 60), st.integers(1, 60))
 def test_minibatches_divide_the_prompts_or_the_nearest_that_do_are_named(prompts, minibatches):
     if prompts % minibatches == 0:
-        return checks.check_divides(prompts, minibatches)
+        return partials.check_divides(prompts, minibatches)
     with pytest.raises(ValueError, match=f"prompts {prompts} do not split into {minibatches} minibatches") as caught:
-        checks.check_divides(prompts, minibatches)
+        partials.check_divides(prompts, minibatches)
     offered, closest = str(caught.value).split("wanted prompts ")[1].split(", or minibatches ")
     offered = [int(n) for n in offered.split(" or ")]
     fits = [n for n in range(1, 200) if n % minibatches == 0]
@@ -122,16 +122,16 @@ def test_the_message_reads_as_a_sentence():
         ValueError,
         match=r"^prompts 10 do not split into 4 minibatches of whole groups: wanted prompts 8 or 12, or minibatches 5$",
     ):
-        checks.check_divides(10, 4)
+        partials.check_divides(10, 4)
 
 
 @given(st.dictionaries(st.sampled_from(["steps", "prompts", "epochs"]), st.integers(-2, 3), min_size=1))
 def test_numbers_below_one_are_named(numbers):
     low = [(name, n) for name, n in numbers.items() if n < 1]
     if not low:
-        return checks.check_positive(**numbers)
+        return partials.check_positive(**numbers)
     with pytest.raises(ValueError, match=f"{low[0][0]}: got {low[0][1]}, wanted at least 1"):
-        checks.check_positive(**numbers)
+        partials.check_positive(**numbers)
     return None
 
 

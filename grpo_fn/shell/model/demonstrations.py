@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.core.conversation import Conversation
-from grpo_fn.core.problem import COMPLETION, Problem
+from grpo_fn.core.problem import COMPLETION, Conversation, Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model.hf import Encode
 from grpo_fn.tasks.task import Task, train_problems

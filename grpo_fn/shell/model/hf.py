@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from grpo_fn.core.conversation import Conversation
+from grpo_fn.core.problem import Conversation
 from grpo_fn.shell.atomic_io import flush_file, flush_tree
 
 # A prompt to the token ids that the completion follows: encode_prompt, with_system, bare_prompt.

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core.batch import lengths
-from grpo_fn.core.checks import check_positive
+from grpo_fn.core.partials import check_positive
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.vllm.client import RequestRefused, Server, Unreachable
 

@@ -17,8 +17,7 @@ from grpo_fn.algo.step import Algorithm, from_sampler
 from grpo_fn.algo.supervised import Stage
 from grpo_fn.core import prng
 from grpo_fn.core.batch import outcome_reward
-from grpo_fn.core.checks import check_positive
-from grpo_fn.core.partials import describe_function, function_and_knobs, needs, uses_of
+from grpo_fn.core.partials import check_positive, describe_function, function_and_knobs, needs, uses_of
 from grpo_fn.shell.logging import stopwatch
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import check_attention, check_attention_choice

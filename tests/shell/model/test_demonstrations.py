@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 
 from experiments.tiny import models
-from grpo_fn.core.conversation import Conversation
-from grpo_fn.core.problem import COMPLETION, Problem
+from grpo_fn.core.problem import COMPLETION, Conversation, Problem
 from grpo_fn.shell.model import demonstrations, hf
 
 CHAT, BARE = models.byte_tokenizer(chat=True), models.byte_tokenizer(chat=False)

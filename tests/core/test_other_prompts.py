@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
-from grpo_fn.core.reprompt import change_prompts, restore_places
+from grpo_fn.core.batch import change_prompts, restore_places
 from grpo_fn.core.types import Rollout
 
 ids = st.integers(0, 30)
