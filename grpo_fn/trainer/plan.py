@@ -20,8 +20,8 @@ from grpo_fn.shell.model.lora import LoRA, attach
 from grpo_fn.shell.policy.memory_estimate import GB, WIDE, Memory
 from grpo_fn.shell.policy.mesh import plan_blocks
 from grpo_fn.shell.sampler.local import local_sampler
+from grpo_fn.shell.sampler.local.cuda_steps import split_kv_unsupported_reason
 from grpo_fn.shell.sampler.local.joined_projections import joining_note
-from grpo_fn.shell.sampler.local.split_kv import split_kv_unsupported_reason
 from grpo_fn.shell.world import World
 from grpo_fn.tasks.task import Task
 from grpo_fn.trainer.sections import Settings

@@ -12,7 +12,7 @@ import torch
 from fake_cuda import backend
 from torch import Tensor
 
-from grpo_fn.shell.sampler.local import split_kv
+from grpo_fn.shell.sampler.local import cuda_steps
 
 LIBRARY = torch.library.Library("aten", "IMPL")
 HALVES = (torch.bfloat16, torch.float16)
@@ -168,5 +168,5 @@ def split_kv_attention(
     return out
 
 
-torch.library.impl(split_kv.OPERATOR, "cpu", split_kv_attention)
-split_kv.kernel_import_problem = lambda: None
+torch.library.impl(cuda_steps.OPERATOR, "cpu", split_kv_attention)
+cuda_steps.kernel_import_problem = lambda: None

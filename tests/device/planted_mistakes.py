@@ -29,7 +29,7 @@ from device_shapes import TOY, Work, folder
 
 from grpo_fn.core import prng
 from grpo_fn.shell.model import attention, packed_input
-from grpo_fn.shell.sampler.local import decode_step, kv_cache, local_sampler
+from grpo_fn.shell.sampler.local import cuda_steps, decode_step, kv_cache, local_sampler
 
 ASKED = Work(2, 3, 5, 14)
 WAITS = Counter(generate=48, score=5, train=118)  # for the device in a step of a toy, at most
@@ -45,8 +45,8 @@ def model_folder(setting: Setting) -> str:
 
 def small_shapes(model: torch.nn.Module) -> decode_step.DecodeEngine:
     """The engine of a CUDA device, with more shapes than it would have: columns from 4, not from 64."""
-    engine = decode_step.build_engine(model)
-    engine.sizes = engine.sizes._replace(columns=partial(decode_step.graph_size, least=4), steps=4)
+    engine = cuda_steps.build_engine(model)
+    engine.sizes = engine.sizes._replace(columns=partial(cuda_steps.graph_size, least=4), steps=4)
     return engine
 
 
@@ -63,7 +63,7 @@ def decoding(setting: Setting) -> None:
 
 def decoding_in_products(setting: Setting) -> None:
     """The same where the split-KV kernel cannot be had."""
-    with patch.object(decode_step, "choose_split_kv", lambda model: None):
+    with patch.object(cuda_steps, "choose_split_kv", lambda model: None):
         decoding(setting)
 
 
@@ -142,8 +142,8 @@ def unwritten(of: Any) -> Any:
     return fresh
 
 
-def seats_of_the_capture(set_row_slots: Any) -> Any:
-    return lambda engine, shape, found: None if shape in engine.tables else set_row_slots(engine, shape, found)
+def seats_of_the_capture(set_grouped_rows: Any) -> Any:
+    return lambda engine, shape, found: None if shape in engine.grouped_rows else set_grouped_rows(engine, shape, found)
 
 
 def of_64_bits(ragged: Any) -> Any:
@@ -176,7 +176,7 @@ MISTAKES = [
     Mistake(
         "seats that a replay does not see",
         other_seats,
-        [(decode_step.DecodeEngine, "set_row_slots", seats_of_the_capture)],
+        [(decode_step.DecodeEngine, "set_grouped_rows", seats_of_the_capture)],
     ),
     Mistake("graphs of weights that have moved", moved_weights, [(decode_step, "addresses", lambda _: lambda m: (0,))]),
     Mistake("projections joined before the weights moved", moved_weights, [(decode_step, "relink", idle)]),

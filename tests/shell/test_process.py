@@ -11,8 +11,8 @@ import torch
 
 from grpo_fn.shell.model.blocks import eager, torch_compile
 from grpo_fn.shell.process import use_deterministic_kernels
-from grpo_fn.shell.sampler.local import decode_step
-from grpo_fn.shell.sampler.local.split_kv import split_kv_attention
+from grpo_fn.shell.sampler.local import cuda_steps
+from grpo_fn.shell.sampler.local.cuda_steps import split_kv_attention
 from grpo_fn.trainer.checks.validate import check_deterministic
 
 # Two tensors, so that one is not simply given the place of the other.
@@ -63,22 +63,22 @@ def fused_kernels() -> list[bool]:
 def test_deterministic_kernels_are_what_torch_cublas_and_decoding_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     model = torch.nn.Linear(2, 2)
-    monkeypatch.setattr(decode_step, "capturable", lambda model: True)
-    monkeypatch.setattr(decode_step, "keep_logits_in_float32", lambda model: None)  # of a language model
-    monkeypatch.setattr(decode_step, "choose_joined_model", lambda model, split_kv: model)  # nor this
-    monkeypatch.setattr(decode_step, "CudaGraph", lambda: lambda step: step)
-    monkeypatch.setattr(decode_step, "compiles_decoding", lambda model, *, deterministic: not deterministic)
-    compiled = decode_step.Code(decode_step.attend, lambda token_sampler: token_sampler)
-    monkeypatch.setattr(decode_step, "compile_decode_parts", lambda model: compiled)
+    monkeypatch.setattr(cuda_steps, "capturable", lambda model: True)
+    monkeypatch.setattr(cuda_steps, "keep_logits_in_float32", lambda model: None)  # of a language model
+    monkeypatch.setattr(cuda_steps, "choose_joined_model", lambda model, split_kv: model)  # nor this
+    monkeypatch.setattr(cuda_steps, "CudaGraph", lambda: lambda step: step)
+    monkeypatch.setattr(cuda_steps, "compiles_decoding", lambda model, *, deterministic: not deterministic)
+    compiled = cuda_steps.StepCode(cuda_steps.attend, lambda token_sampler: token_sampler)
+    monkeypatch.setattr(cuda_steps, "compile_decode_parts", lambda model: compiled)
     # The split-KV kernel is the same code for all sizes, and may be there under both.
-    monkeypatch.setattr(decode_step, "choose_split_kv", lambda model: split_kv_attention)
+    monkeypatch.setattr(cuda_steps, "choose_split_kv", lambda model: split_kv_attention)
     try:
         for wanted in (True, False):
             use_deterministic_kernels(wanted, "cuda")
             assert fused_kernels() == [not wanted] * 3, "of scaled_dot_product_attention: with warn_only none repeats"
             assert torch.are_deterministic_algorithms_enabled() == wanted
-            code = decode_step.build_engine(model).code
-            assert code == (decode_step.WRITTEN if wanted else compiled)._replace(split_kv=split_kv_attention)
+            code = cuda_steps.build_engine(model).code
+            assert code == (cuda_steps.EAGER_CODE if wanted else compiled)._replace(split_kv=split_kv_attention)
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         use_deterministic_kernels(True, "cpu")
         assert fused_kernels() == [True] * 3, "a CPU's is the same again"

@@ -13,7 +13,7 @@ from grpo_fn.shell.atomic_io import append_json
 from grpo_fn.shell.logging.metrics_writer import rewind
 from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.model.logprob_model import PlainKernels
-from grpo_fn.shell.sampler.local.decode_step import build_engine
+from grpo_fn.shell.sampler.local.cuda_steps import build_engine
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.trainer import recording
 from grpo_fn.trainer.build import TrainingRun
@@ -109,7 +109,7 @@ def test_ranks_that_would_decode_differently_take_no_step(monkeypatch, tmp_path)
 def test_an_engine_says_how_its_steps_attend_and_what_they_join() -> None:
     engine = build_engine(family("qwen2_tied"))
     assert engine.choices() == {"decoding attention": "matrix products", "projections": "apart"}
-    engine.code, engine.stepped = engine.code._replace(split_kv=lambda *given: given[0]), torch.nn.Identity()
+    engine.code, engine.step_model = engine.code._replace(split_kv=lambda *given: given[0]), torch.nn.Identity()
     assert engine.choices() == {"decoding attention": "split-KV kernel", "projections": "joined"}
 
 

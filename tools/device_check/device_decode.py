@@ -18,7 +18,8 @@ from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.sampler.interface import SamplerContext
-from grpo_fn.shell.sampler.local.decode_step import DecodeEngine, Eager, GraphCache
+from grpo_fn.shell.sampler.local.cuda_steps import GraphCache
+from grpo_fn.shell.sampler.local.decode_step import DecodeEngine, Eager
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.shell.world import alone, find_device
 
@@ -119,7 +120,7 @@ def without_graphs(sampler: LocalSampler) -> LocalSampler:
     usual = sampler.shared.engine
     held.model, held.engine = (
         sampler.model,
-        DecodeEngine(sampler.model, sizes=usual.sizes, run=Eager(), code=usual.code, stepped=usual.stepped),
+        DecodeEngine(sampler.model, sizes=usual.sizes, run=Eager(), code=usual.code, step_model=usual.step_model),
     )
     return replace(sampler, shared=held)
 

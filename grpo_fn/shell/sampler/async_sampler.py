@@ -176,8 +176,8 @@ class AsyncSampler:
     def load(self, policy: Policy) -> None:
         """As the sampler's own: a new version. Unless the engine mixes versions, once all that was begun is done."""
         if self.max_staleness and not self.sampler.mixes:
-            begun = partial(self._wait_for, self._queue)
-            self.world.together(begun, what="completions that are under way before new weights come")
+            finished = partial(self._wait_for, self._queue)
+            self.world.together(finished, what="completions that are under way before new weights come")
         self.spread.load(policy)
         self.version += 1
 
@@ -192,7 +192,7 @@ class AsyncSampler:
         Whole batches, so that another number of ranks can go on with them. Every rank has to take part; raises as
         `sample` does.
         """
-        return [pack_batch(begun.request, self.version - begun.version, self._whole(begun)) for begun in self._queue]
+        return [pack_batch(batch.request, self.version - batch.version, self._whole(batch)) for batch in self._queue]
 
     def refill(self, drained: Sequence[Mapping[str, Any]]) -> None:
         """Take back what was drained, after the `load` of the weights that were current then.
@@ -256,38 +256,38 @@ class AsyncSampler:
         draw = partial(self.sampler.sample, share, group_size, key=key) if share else lambda: None
         return start_sampling(request_key(problems, group_size, key), self.version, draw, self.world.device)
 
-    def _age(self, begun: PendingBatch) -> int:
-        age = self.version - begun.version
+    def _age(self, batch: PendingBatch) -> int:
+        age = self.version - batch.version
         if age > self.max_staleness:
             raise RuntimeError(
-                f"got {begun.request} sampled {age} versions of the weights ago, wanted at most max_staleness "
+                f"got {batch.request} sampled {age} versions of the weights ago, wanted at most max_staleness "
                 f"{self.max_staleness}: weights were loaded between which nothing was sampled"
             )
         return age
 
-    def _whole(self, begun: PendingBatch) -> Rollout:
+    def _whole(self, batch: PendingBatch) -> Rollout:
         """All ranks' rows of it."""
-        if begun.whole is None:
-            part = self.world.together(partial(self._part, begun), what=f"completions of {begun.request}")
-            begun.whole = gather_rollouts(part, self.sampler, self.world)
-        return begun.whole
+        if batch.whole is None:
+            part = self.world.together(partial(self._part, batch), what=f"completions of {batch.request}")
+            batch.whole = gather_rollouts(part, self.sampler, self.world)
+        return batch.whole
 
-    def _part(self, begun: PendingBatch) -> Rollout | None:
+    def _part(self, batch: PendingBatch) -> Rollout | None:
         """This rank's rows of it."""
-        self._wait_for([begun])
+        self._wait_for([batch])
         try:
-            return begun.part.result()
+            return batch.part.result()
         except Exception as error:
-            error.add_note(f"while sampling {begun.request}, begun {self.version - begun.version} versions ago")
+            error.add_note(f"while sampling {batch.request}, begun {self.version - batch.version} versions ago")
             raise
 
     def _wait_for(self, batches: Iterable[PendingBatch]) -> None:
         """Until they are sampled, or could not be. Raises TimeoutError, naming the first that is late."""
-        late = wait([begun.part for begun in batches if begun.part], timeout=self.deadline).not_done
-        for begun in batches:
-            if begun.part in late:
-                error = begun.worker.overdue(self.deadline)
-                error.add_note(f"begun {self.version - begun.version} versions ago: is the engine alive?")
+        late = wait([batch.part for batch in batches if batch.part], timeout=self.deadline).not_done
+        for batch in batches:
+            if batch.part in late:
+                error = batch.worker.overdue(self.deadline)
+                error.add_note(f"begun {self.version - batch.version} versions ago: is the engine alive?")
                 raise error
 
     def _complain(self, text: str) -> None:

@@ -24,21 +24,23 @@ from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.reward_workers.reward_pool import ScoringInterrupted
 from grpo_fn.shell.sampler.local import continuous_batching, kv_cache
-from grpo_fn.shell.sampler.local.decode_step import (
-    WRITTEN,
-    Code,
-    DecodeEngine,
-    Eager,
+from grpo_fn.shell.sampler.local.cuda_steps import (
     GraphCache,
-    Sizes,
     buffer_size,
     captured_sizes,
     compile_decode_parts,
-    decoding_unsupported_reason,
-    exact_size,
     graph_size,
 )
-from grpo_fn.shell.sampler.local.kv_cache import row_slots
+from grpo_fn.shell.sampler.local.decode_step import (
+    EAGER_CODE,
+    DecodeEngine,
+    Eager,
+    Sizes,
+    StepCode,
+    decoding_unsupported_reason,
+    exact_size,
+)
+from grpo_fn.shell.sampler.local.kv_cache import group_rows
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 
 EXAMPLES = settings.default.max_examples
@@ -49,7 +51,9 @@ CPU = torch.device("cpu")
 SMALL = Sizes(partial(graph_size, least=1), partial(graph_size, least=4), buffer_size, 3)
 
 
-def held(module: nn.Module, run: Eager | GraphCache, sizes: Sizes = SMALL, code: Code = WRITTEN) -> SharedDecoder:
+def held(
+    module: nn.Module, run: Eager | GraphCache, sizes: Sizes = SMALL, code: StepCode = EAGER_CODE
+) -> SharedDecoder:
     """Decodes in a way that is not this machine's own."""
     made = SharedDecoder()
     assert decoding_unsupported_reason(module, CPU) is None
@@ -259,11 +263,11 @@ def test_every_row_has_a_lane_of_its_own_at_its_prompt(homes: list[int]) -> None
     home = torch.tensor(homes)
     there = home >= 0
     wide = max(1, int(torch.bincount(home[there], minlength=5).max()))
-    found = row_slots(home.clamp(min=0), there, 5, wide)
+    found = group_rows(home.clamp(min=0), there, 5, wide)
     assert len(found.row) == 5 * wide
     for row in there.nonzero()[:, 0].tolist():
-        assert int(found.row[found.lane[row]]) == row
-        assert int(found.lane[row]) // wide == homes[row]
+        assert int(found.row[found.place[row]]) == row
+        assert int(found.place[row]) // wide == homes[row]
 
 
 # -- memory
@@ -409,6 +413,6 @@ def held_as_is(module: nn.Module) -> SharedDecoder:
     made = SharedDecoder()
     made.model, made.engine = (
         module,
-        DecodeEngine(module, sizes=Sizes(exact_size, exact_size, exact_size, 1), run=Eager(), code=WRITTEN),
+        DecodeEngine(module, sizes=Sizes(exact_size, exact_size, exact_size, 1), run=Eager(), code=EAGER_CODE),
     )
     return made

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_fn.shell.sampler.local import decode_step
-from grpo_fn.shell.sampler.local.decode_step import BrokenCapture, CudaGraph, GraphCache, UncapturableStep
+from grpo_fn.shell.sampler.local import cuda_steps
+from grpo_fn.shell.sampler.local.cuda_steps import BrokenCapture, CudaGraph, GraphCache, UncapturableStep
 
 WAIT = "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:100.)"
 
@@ -129,7 +129,7 @@ def test_other_warnings_of_a_step_are_shown(cuda: FakeCuda) -> None:
 def test_after_a_failed_capture_the_old_stream_is_current(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, version: str, error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(decode_step.torch, "__version__", version)
+    monkeypatch.setattr(cuda_steps.torch, "__version__", version)
     before, cuda.fails = cuda.current, True
     with pytest.raises(error, match="failed due to a previous error during capture"):
         CudaGraph()(counted([]))
@@ -170,7 +170,7 @@ def test_a_shape_is_captured_at_its_second_use_and_forgotten_with_its_buffers(cu
 
 
 def test_a_broken_capture_ends_the_run(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_step.torch, "__version__", "2.11.0")
+    monkeypatch.setattr(cuda_steps.torch, "__version__", "2.11.0")
     cuda.fails = True
     cache = GraphCache(CudaGraph)
     cache(1, counted([]), [torch.zeros(1)], times=1)

@@ -20,7 +20,8 @@ from grpo_fn.shell.model.attention import install
 from grpo_fn.shell.model.blocks import blocks, full_checkpointing
 from grpo_fn.shell.model.lora import LoRA, attach
 from grpo_fn.shell.sampler.local import joined_projections
-from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine, Eager, choose_joined_model
+from grpo_fn.shell.sampler.local.cuda_steps import choose_joined_model
+from grpo_fn.shell.sampler.local.decode_step import EAGER_CODE, DecodeEngine, Eager
 from grpo_fn.shell.sampler.local.joined_projections import (
     JoinedLinear,
     joined_model,
@@ -90,10 +91,10 @@ def test_entries_are_put_where_they_belong(n: int, heads: int, columns: int, siz
 def test_every_familys_steps_are_those_of_whole_rows(name: str) -> None:
     module = FAMILIES[name](VOCABULARY)
     install(module)
-    stepped = choose_joined_model(module, None)  # with a warning, an error here, where it is not used
-    assert stepped is not module
+    step_model = choose_joined_model(module, None)  # with a warning, an error here, where it is not used
+    assert step_model is not module
     assert joining_note(module) == "q_proj + k_proj + v_proj in one product, gate_proj + up_proj in one product"
-    assert sum(isinstance(x, JoinedLinear) for x in stepped.modules()) == 2 * len(blocks(module))
+    assert sum(isinstance(x, JoinedLinear) for x in step_model.modules()) == 2 * len(blocks(module))
 
 
 @pytest.mark.parametrize("make", [several_heads, FAMILIES["gemma3_tied"]])
@@ -110,9 +111,9 @@ def test_the_same_tokens_are_drawn(make: Callable[[int], nn.Module]) -> None:
 
 def decoded_joined(s: LocalSampler) -> LocalSampler:
     install(s.model)
-    held, stepped = SharedDecoder(), joined_model(s.model)
+    held, step_model = SharedDecoder(), joined_model(s.model)
     held.model = s.model
-    held.engine = DecodeEngine(s.model, sizes=SMALL, run=Eager(), code=WRITTEN, stepped=stepped)
+    held.engine = DecodeEngine(s.model, sizes=SMALL, run=Eager(), code=EAGER_CODE, step_model=step_model)
     return LocalSampler(**{**vars(s), "shared": held})
 
 
@@ -142,10 +143,10 @@ def held_bytes(model: nn.Module) -> int:
 def test_names_bits_and_memory_are_what_they_were(tmp_path) -> None:
     module = qwen2_tied(VOCABULARY)
     was, parameters, held = copy.deepcopy(module), [*module.parameters()], held_bytes(module)
-    stepped = joined_model(module)
+    step_model = joined_model(module)
     assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
     assert held_bytes(module) == held
-    inside = {x.untyped_storage().data_ptr() for x in (*stepped.parameters(), *stepped.buffers())}
+    inside = {x.untyped_storage().data_ptr() for x in (*step_model.parameters(), *step_model.buffers())}
     known = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers())}
     assert inside == known  # the view holds nothing of its own
     state = module.state_dict()
@@ -173,10 +174,10 @@ def test_training_has_the_bits_that_it_had() -> None:
         return [p.detach().clone() for p in model.parameters()]
 
     alone, beside = copy.deepcopy(module), copy.deepcopy(module)
-    stepped = joined_model(beside)
+    step_model = joined_model(beside)
     for one, other in zip(step(alone), step(beside), strict=True):
         assert torch.equal(one, other)
-    first = next(x for x in stepped.modules() if isinstance(x, JoinedLinear))
+    first = next(x for x in step_model.modules() if isinstance(x, JoinedLinear))
     assert torch.equal(first.weight, torch.cat([layer.weight for layer in first.layers]))
 
 
@@ -233,10 +234,10 @@ def test_what_cannot_be_joined_is_named(change: Callable[[nn.Module], None], sai
     (reason,) = reasons(module)
     assert reason is not None
     assert said in reason
-    stepped = joined_model(module)
+    step_model = joined_model(module)
     for found, reason in projections(module):
         assert (reason is None) == (found.names == ("gate_proj", "up_proj"))
-    assert sum(isinstance(x, JoinedLinear) for x in stepped.modules()) == len(blocks(module))
+    assert sum(isinstance(x, JoinedLinear) for x in step_model.modules()) == len(blocks(module))
     assert "gate_proj + up_proj in one product" in joining_note(module)
     assert f"q_proj + k_proj + v_proj apart ({reasons(module).pop()})" in joining_note(module)
 

@@ -21,9 +21,9 @@ from test_local_sampler import KEY, completions, problems, sampler
 from torch import Tensor, nn
 
 from grpo_fn.shell.model.attention import AttentionSpec, install
-from grpo_fn.shell.sampler.local import decode_step, split_kv
-from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine, Eager, decoding_difference
-from grpo_fn.shell.sampler.local.kv_cache import DecodeAttention, KVCache, attend, row_slots
+from grpo_fn.shell.sampler.local import cuda_steps
+from grpo_fn.shell.sampler.local.decode_step import EAGER_CODE, DecodeEngine, Eager, decoding_difference
+from grpo_fn.shell.sampler.local.kv_cache import DecodeAttention, KVCache, attend, group_rows
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 
 EXAMPLES = settings.default.max_examples
@@ -88,9 +88,9 @@ def attended(step: Step, split_kv: Callable[..., Tensor] | None, *, wide: bool =
         for x in slots.of(0, key, value):
             x.copy_(random(*x.shape))  # what a row does not see is there, and must not count
     start = torch.tensor(step.lengths)[home] * there
-    lanes = row_slots(home, there, len(step.lengths), max(1, int(torch.bincount(home[there]).max())))
-    how = {"reach": prompts.columns, "columns": own.columns, "attended": attend, "split_kv": split_kv}
-    context = DecodeAttention(prompts, own, lanes, start, start + drawn, **how)
+    grouped = group_rows(home, there, len(step.lengths), max(1, int(torch.bincount(home[there]).max())))
+    sizes = {"prompt_columns": prompts.columns, "columns": own.columns}
+    context = DecodeAttention(prompts, own, grouped, start, start + drawn, **sizes, attend_fn=attend, split_kv=split_kv)
     module, spec = nn.Module(), AttentionSpec(step.window, step.size**-0.5, 0.0, step.cap, "sdpa")
     module.layer_idx = 0
     query = random(len(step.rows), step.heads * step.grouped, 1, step.size)
@@ -148,14 +148,14 @@ def test_every_familys_steps_are_those_of_whole_rows(kernel: ModuleType, name: s
     install(module)
     with torch.no_grad():
         assert decoding_difference(module, CPU, kernel.split_kv_launch) is None
-    assert split_kv.split_kv_uncovered_reason(module) is None
+    assert cuda_steps.split_kv_uncovered_reason(module) is None
 
 
 def test_the_same_tokens_are_drawn(kernel: ModuleType) -> None:
     s = LocalSampler(**{**vars(sampler(max_rows=5)), "model": ending("gemma2_capped"), "shared": SharedDecoder()})
     wanted = s.sample(problems(TEXTS), 2, key=KEY)
     made = SharedDecoder()
-    code = WRITTEN._replace(split_kv=kernel.split_kv_launch)
+    code = EAGER_CODE._replace(split_kv=kernel.split_kv_launch)
     made.model, made.engine = s.model, DecodeEngine(s.model, sizes=SMALL, run=Eager(), code=code)
     got = LocalSampler(**{**vars(s), "shared": made}).sample(problems(TEXTS), 2, key=KEY)
     assert completions(got) == completions(wanted)
@@ -167,11 +167,11 @@ def test_the_same_tokens_are_drawn(kernel: ModuleType) -> None:
 
 def on_a_card(monkeypatch: pytest.MonkeyPatch, operator: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
     """What is chosen where the kernel could be had, and this is what it does."""
-    monkeypatch.setattr(decode_step, "split_kv_unsupported_reason", lambda device: None)
-    monkeypatch.setattr(decode_step, "split_kv_attention", operator)
+    monkeypatch.setattr(cuda_steps, "split_kv_unsupported_reason", lambda device: None)
+    monkeypatch.setattr(cuda_steps, "split_kv_attention", operator)
     module = ending("qwen3_untied")
     install(module)
-    return decode_step.choose_split_kv(module)
+    return cuda_steps.choose_split_kv(module)
 
 
 def test_a_kernel_that_is_wrong_on_this_card_is_not_used(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,21 +192,21 @@ def test_a_kernel_that_fails_on_this_card_is_not_used(monkeypatch: pytest.Monkey
 
 
 def test_why_it_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "the device is cpu" in split_kv.split_kv_unsupported_reason(CPU)
+    assert "the device is cpu" in cuda_steps.split_kv_unsupported_reason(CPU)
     card, capability = torch.device("cuda", 0), [(7, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    assert "7.0 of the card, wanted 8.0" in split_kv.split_kv_unsupported_reason(card)
+    assert "7.0 of the card, wanted 8.0" in cuda_steps.split_kv_unsupported_reason(card)
     capability[0] = (9, 0)
 
     def absent(name: str) -> ModuleType:
         raise ModuleNotFoundError("No module named 'triton'")
 
-    monkeypatch.setattr(split_kv, "import_module", absent)
-    split_kv.kernel_import_problem.cache_clear()
+    monkeypatch.setattr(cuda_steps, "import_module", absent)
+    cuda_steps.kernel_import_problem.cache_clear()
     try:
-        assert split_kv.split_kv_unsupported_reason(card) == "ModuleNotFoundError, No module named 'triton'"
+        assert cuda_steps.split_kv_unsupported_reason(card) == "ModuleNotFoundError, No module named 'triton'"
     finally:
-        split_kv.kernel_import_problem.cache_clear()
+        cuda_steps.kernel_import_problem.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ def test_what_it_does_not_cover_is_said(changed: dict[str, int], said: str) -> N
     module = FAMILIES["qwen3_untied"](VOCABULARY)
     for name, value in changed.items():
         setattr(module.config, name, value)
-    assert split_kv.split_kv_uncovered_reason(module).startswith(said)
-    assert "float64" in split_kv.split_kv_uncovered_reason(FAMILIES["qwen3_untied"](VOCABULARY).double())
+    assert cuda_steps.split_kv_uncovered_reason(module).startswith(said)
+    assert "float64" in cuda_steps.split_kv_uncovered_reason(FAMILIES["qwen3_untied"](VOCABULARY).double())
 
 
 # -- code for cards

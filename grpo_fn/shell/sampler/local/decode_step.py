@@ -1,53 +1,35 @@
-"""One token for every row: the buffers of a decoding step, its CUDA graphs, and the texts that end a completion."""
+"""One token for every row: the buffers of a decoding step, the step, and the texts that end a completion."""
 
-import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
-from threading import get_ident
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
-from packaging.version import Version
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.shell.model import packed_input
 from grpo_fn.shell.model.attention import install, unusable_mask
-from grpo_fn.shell.model.blocks import CompiledPart, blocks, compile_for_decoding, compiles_decoding
 from grpo_fn.shell.sampler.interface import TokenSampler
-from grpo_fn.shell.sampler.local.joined_projections import joined_model, relink
+from grpo_fn.shell.sampler.local.joined_projections import relink
 from grpo_fn.shell.sampler.local.kv_cache import (
-    Attended,
+    AttendFn,
     ChunkAttention,
     DecodeAttention,
+    GroupedRows,
     KVCache,
     LongRows,
     PrefillAttention,
-    RowSlots,
-    attend,
-    products_in_float32,
-    row_slots,
-)
-from grpo_fn.shell.sampler.local.split_kv import (
-    SPLIT,
     SplitKV,
-    split_kv_attention,
-    split_kv_uncovered_reason,
-    split_kv_unsupported_reason,
-    warn_of_plain_attention,
+    attend,
+    group_rows,
 )
 
-# -- how a step is run: as it is written, or, on CUDA, as a graph that is captured at its shape's second use
+# -- how a step is run: as it is written, or, on CUDA, as a graph (`cuda_steps.GraphCache`)
 
-
-SYNC_WARNING = "called a synchronizing CUDA operation"  # torch's own, in its debug mode for synchronization
-RECOVERS = Version("2.12")  # before, a capture that failed left the allocator in capture mode (pytorch#180395)
 
 Step = Callable[[], None]
-Capture = Callable[[Step], Step]  # a step to its replay; may run the step, does not count as a run
 
 
 class Sizes(NamedTuple):
@@ -64,18 +46,15 @@ def exact_size(n: int) -> int:
     return n
 
 
-def graph_size(n: int, *, least: int) -> int:
-    """The next of least, 2 least, 4 least, ...: few shapes, for what is not seen costs little in a captured step."""
-    size = least
-    while size < n:
-        size *= 2
-    return size
+@runtime_checkable
+class StepRunner(Protocol):
+    """Runs the steps of an engine, by their shape."""
 
+    def __call__(self, shape: Hashable, step: Step, state: Sequence[Tensor], *, times: int) -> None:
+        """Run the step so many times. Its inputs are in `state`."""
 
-def buffer_size(n: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, ...: no buffer is larger than one and a half times what was asked for."""
-    size = graph_size(n, least=1)
-    return size // 4 * 3 if n <= size // 4 * 3 else size
+    def drop(self) -> None:
+        """Forget what was kept for shapes: what it reads or writes is gone."""
 
 
 class Eager:
@@ -90,137 +69,9 @@ class Eager:
         """There is nothing to drop."""
 
 
-class UncapturableStep(RuntimeError):
-    """A step that waits for the device: found in its warm-up, before any capture begins."""
-
-
-class BrokenCapture(Exception):
-    """A capture that failed on a torch that cannot go on afterwards. Not a RuntimeError: nothing may run on."""
-
-
-class GraphCache:
-    """Steps by their shape, each captured when it is used for the second time: some shapes come once, in passing.
-
-    `captures` makes what captures those that are kept together. After the first step that cannot be captured no other
-    is tried: what one shape does, all do.
-    """
-
-    def __init__(self, captures: Callable[[], Capture]) -> None:
-        self.captures, self.capture = captures, captures()
-        self.replays: dict[Hashable, Step] = {}
-        self.used: set[Hashable] = set()
-        self.refused = False
-
-    def __call__(self, shape: Hashable, step: Step, state: Sequence[Tensor], *, times: int) -> None:
-        """Run the step so many times, which is one use; its inputs are in `state` at a capture and at every replay."""
-        if shape in self.used and shape not in self.replays:
-            before = [x.clone() for x in state]  # warm-ups and capture draw tokens: that is taken back
-            self.replays[shape] = step if self.refused else self.capture_graph(step)
-            for x, was in zip(state, before, strict=True):
-                x.copy_(was)
-        self.used.add(shape)
-        run = self.replays.get(shape, step)
-        for _ in range(times):
-            run()
-
-    def capture_graph(self, step: Step) -> Step:
-        """Its replay; the step itself where the model does what cannot be captured."""
-        try:
-            return self.capture(step)
-        except RuntimeError as error:
-            self.refused = True
-            warnings.warn(
-                f"decoding runs as written, not as a CUDA graph: {str(error).splitlines()[0]}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return step
-
-    def drop(self) -> None:
-        """Forget what was captured: what it reads or writes is gone."""
-        self.used.clear()
-        if self.replays:
-            self.replays.clear()
-            self.capture = self.captures()
-
-
-class CudaGraph:
-    """Captures steps on the current CUDA device.
-
-    One memory pool serves all: they never run at once, and pass nothing on. One side stream, too: cuBLAS keeps a
-    workspace for every stream that it was ever used on, 32 MiB on Hopper.
-    """
-
-    def __init__(self) -> None:
-        self.pool, self.side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-
-    def __call__(self, step: Step) -> Step:
-        """Capture the step, after two warm-ups on the side stream: kernels are chosen and libraries set up in them."""
-        current = torch.cuda.current_stream()
-        self.side.wait_stream(current)
-        try:
-            with torch.cuda.stream(self.side):
-                step()
-                with synchronizations() as waits:
-                    step()
-        finally:
-            current.wait_stream(self.side)
-        if waits:
-            raise UncapturableStep(f"a step of this model waits for the device {len(waits)} times")
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads (those that write checkpoints) may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.side, capture_error_mode="thread_local"):
-                step()
-        except Exception as error:
-            torch.cuda.set_stream(current)  # an invalidated capture leaves the side stream current
-            if Version(torch.__version__).release < RECOVERS.release:
-                raise BrokenCapture(
-                    f"got a CUDA graph that could not be captured ({str(error).splitlines()[0]}) on torch "
-                    f"{torch.__version__}, wanted {RECOVERS} or later, which goes on without; or another sampler"
-                ) from error
-            raise
-        return graph.replay
-
-
-@contextmanager
-def synchronizations() -> Iterator[list[str]]:
-    """The waits of this thread for the device, one message each, by torch's debug mode for synchronization.
-
-    The mode holds for the whole process and would end other threads' work as an error; so it warns, and warnings of
-    other threads (the training's, beside a sampler) are left out.
-    """
-    waits: list[str] = []
-    here, mode = get_ident(), torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        shown = warnings.showwarning
-
-        def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-            if SYNC_WARNING not in str(message):
-                shown(message, *args, **kwargs)
-            elif get_ident() == here:
-                waits.append(str(message))
-
-        warnings.showwarning = note
-        warnings.filterwarnings("always", message=f".*{SYNC_WARNING}")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield waits
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-
-
 def addresses(model: nn.Module) -> tuple[int, ...]:
     """Where the model's weights and buffers lie."""
     return tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers()))
-
-
-def capturable(model: nn.Module) -> bool:
-    """Whether all of the model is in plain tensors on one CUDA device: what is gathered for a call lies elsewhere
-    each time."""
-    tensors = [*model.parameters(), *model.buffers()]
-    plain = all(type(x.data) is Tensor and x.device.type == "cuda" for x in tensors)
-    return bool(tensors) and plain and len({x.device for x in tensors}) == 1
 
 
 # -- what ends a completion: tokens that do by themselves, and texts that the last token completes
@@ -282,9 +133,6 @@ def token_table(ids: Sequence[int], size: int, device: torch.device) -> Bool[Ten
 
 Layout = PrefillAttention | ChunkAttention | DecodeAttention
 
-FEWEST_ROWS = 8  # of a captured step, and prompts; fewer cost about as much, and torch compiles anew for a size of 1
-FEWEST_COLUMNS = 64  # that a captured step looks at where it attends by matrix products
-LOOK = 16  # steps between two looks at what has ended, where looking means waiting for the device
 KEEP = 1 / 8  # of a device's memory: what captured steps may hold while it is trained on for the first time
 MARGIN = 0.1  # of a device's memory that stays free beside captured steps and the training seen so far
 
@@ -354,50 +202,50 @@ def prefill_prompts(
     return context, forward_step(model, ids[None], position[None], context, last)[0]
 
 
-class Code(NamedTuple):
+class StepCode(NamedTuple):
     """What runs in a step besides the model, as it is written or compiled."""
 
-    attended: Attended
+    attend: AttendFn
     wrap_token_sampler: Callable[[TokenSampler], TokenSampler]  # what is run for it
-    split_kv: SplitKV | None = None  # in the place of `attended`
+    split_kv: SplitKV | None = None  # in the place of `attend`
 
 
-WRITTEN = Code(attend, lambda token_sampler: token_sampler)
+EAGER_CODE = StepCode(attend, lambda token_sampler: token_sampler)
 
 
 class DecodeShape(NamedTuple):
-    """What a step looks at: so many slots and columns of what was drawn, so many of prompts, and lanes for each."""
+    """What a step looks at: so many slots and columns of what was drawn, of prompts, and of rows of a prompt."""
 
     rows: int
     columns: int
     prompts: int
-    reach: int
-    wide: int
+    prompt_columns: int
+    width: int
 
 
-class Need(NamedTuple):
-    """Capacity for a call: rows and prompts at once, tokens of the longest completion and the longest prompt."""
+class Capacity(NamedTuple):
+    """Of an engine's buffers: rows and prompts at once, tokens of the longest completion and the longest prompt."""
 
     rows: int
-    new: int
+    new_tokens: int
     prompts: int
-    longest: int
+    prompt_tokens: int
 
 
 class DecodeEngine:
     """A model, and the buffers that it decodes with. They are as large as the largest call so far needed, no larger."""
 
     def __init__(
-        self, model: nn.Module, *, sizes: Sizes, run: Eager | GraphCache, code: Code, stepped: nn.Module | None = None
+        self, model: nn.Module, *, sizes: Sizes, run: StepRunner, code: StepCode, step_model: nn.Module | None = None
     ) -> None:
         self.model, self.sizes, self.run, self.code = model, sizes, run, code
-        self.stepped = model if stepped is None else stepped  # what is run in a step, of the same weights
+        self.step_model = model if step_model is None else step_model  # what is run in a step, of the same weights
         self.drawn: KVCache | None = None
         self.prompts: KVCache | None = None
         self.live: Live | None = None
         self.marks: Marks | None = None
-        self.tables: dict[DecodeShape, RowSlots] = {}
-        self.at: tuple[int, ...] = ()
+        self.grouped_rows: dict[DecodeShape, GroupedRows] = {}
+        self.addresses: tuple[int, ...] = ()  # of the weights, when steps were last prepared
         self.kept = 0  # bytes of the buffers while something else used the device last
         self.versions: int | None = None  # of the weights then
         self.trained = False  # whether they have changed since: then the peak of memory is that of training, too
@@ -405,24 +253,27 @@ class DecodeEngine:
     def choices(self) -> dict[str, str]:
         """What was chosen for its steps on this device: how they attend, and whether projections are one product."""
         attends = "matrix products" if self.code.split_kv is None else "split-KV kernel"
-        return {"decoding attention": attends, "projections": "apart" if self.stepped is self.model else "joined"}
+        return {"decoding attention": attends, "projections": "apart" if self.step_model is self.model else "joined"}
 
-    def ready(self, need: Need, marks: Marks) -> None:
-        """Have at least that capacity, for `need.new` tokens a row, and no row in it."""
-        rows, prompts, longest = (self.sizes.capacity(n) for n in (need.rows, need.prompts, need.longest))
+    def ready(self, capacity: Capacity, marks: Marks) -> None:
+        """Have at least that capacity, for exactly `new_tokens` a row, and no row in it."""
+        new, sizes = capacity.new_tokens, (capacity.rows, capacity.prompts, capacity.prompt_tokens)
+        rows, prompts, longest = (self.sizes.capacity(n) for n in sizes)
         self.trained = self.trained or self.versions not in (None, weight_versions(self.model))
-        if not self.fits(rows, prompts, longest, need.new, len(marks.ends)):
-            if self.drawn is not None:
+        if not self.fits(rows, prompts, longest, new, len(marks.ends)):
+            if (
+                self.drawn is not None
+            ):  # buffers never shrink: calls of two sizes in turns would make them anew each time
                 rows = max(rows, self.drawn.count)
                 prompts, longest = max(prompts, self.prompts.count), max(longest, self.prompts.columns)
             self.drop()
-            self.drawn, self.prompts = KVCache(rows, need.new), KVCache(prompts, longest)
-            self.live = empty_slots(rows, need.new, marks.ends.device)
+            self.drawn, self.prompts = KVCache(rows, new), KVCache(prompts, longest)
+            self.live = empty_slots(rows, new, marks.ends.device)
             self.marks = Marks(*(x.clone() for x in marks))
-        if addresses(self.model) != self.at:
+        if addresses(self.model) != self.addresses:  # graphs read weights where they were, and joined ones are copies
             self.run.drop()
-            relink(self.stepped)
-            self.at = addresses(self.model)
+            relink(self.step_model)
+            self.addresses = addresses(self.model)
         self.live.ended.fill_(True)
         for x, mark in zip(self.marks, marks, strict=True):
             x.copy_(mark)
@@ -433,12 +284,14 @@ class DecodeEngine:
             return False
         return self.drawn.count >= rows and self.prompts.count >= prompts and self.prompts.columns >= longest
 
-    def set_row_slots(self, shape: DecodeShape, slots: RowSlots) -> None:
-        """Where rows sit in steps of that shape from now on."""
-        if shape not in self.tables:
-            self.tables[shape] = RowSlots(*(x.to(self.live.length.device, copy=True) for x in slots[:2]), slots.wide)
-        for x, value in zip(self.tables[shape][:2], slots[:2], strict=True):
-            x.copy_(value)
+    def set_grouped_rows(self, shape: DecodeShape, grouped: GroupedRows) -> None:
+        """Where rows are in steps of that shape from now on: in tensors that stay, as a captured step reads them."""
+        if shape not in self.grouped_rows:
+            device = self.live.length.device
+            row, place = (x.to(device, copy=True) for x in (grouped.row, grouped.place))
+            self.grouped_rows[shape] = GroupedRows(row, place, grouped.width)
+        self.grouped_rows[shape].row.copy_(grouped.row)
+        self.grouped_rows[shape].place.copy_(grouped.place)
 
     def advance(
         self, shape: DecodeShape, token_sampler: TokenSampler, *, steps: int, long: LongRows | None = None
@@ -446,12 +299,20 @@ class DecodeEngine:
         """So many tokens for every row in the first `shape.rows` slots; `long` ones see more than `shape.columns`."""
 
         def step() -> None:
-            live, (_, columns, _, reach, _) = Live(*(x[: shape.rows] for x in self.live)), shape
-            table = self.tables[shape]
-            seen = (self.prompts, self.drawn, table, live.start, live.length)
-            how = {"attended": self.code.attended, "split_kv": self.code.split_kv, "long": long}
-            context = DecodeAttention(*seen, reach=reach, columns=columns, **how)
-            logits = forward_step(self.stepped, live.token[:, None], live.length[:, None], context, 1)[:, -1]
+            live = Live(*(x[: shape.rows] for x in self.live))
+            context = DecodeAttention(
+                self.prompts,
+                self.drawn,
+                self.grouped_rows[shape],
+                live.start,
+                live.length,
+                prompt_columns=shape.prompt_columns,
+                columns=shape.columns,
+                attend_fn=self.code.attend,
+                split_kv=self.code.split_kv,
+                long=long,
+            )
+            logits = forward_step(self.step_model, live.token[:, None], live.length[:, None], context, 1)[:, -1]
             live.length.add_(~live.ended)
             draw(live, logits, self.code.wrap_token_sampler(token_sampler), self.marks)
 
@@ -479,7 +340,7 @@ class DecodeEngine:
     def drop(self) -> None:
         """Free the buffers, and forget what was captured with them."""
         self.run.drop()
-        self.tables.clear()
+        self.grouped_rows.clear()
         self.drawn = self.prompts = self.live = self.marks = None
 
 
@@ -492,82 +353,6 @@ def memory_budget(device: torch.device) -> float:
     """Bytes of the device that this process may take."""
     share = torch.cuda.get_per_process_memory_fraction(device)
     return share * torch.cuda.get_device_properties(device).total_memory
-
-
-def captured_sizes(*, split_kv: bool) -> Sizes:
-    """Which sizes captured steps have."""
-    columns = partial(graph_size, least=SPLIT if split_kv else FEWEST_COLUMNS)
-    return Sizes(partial(graph_size, least=FEWEST_ROWS), columns, buffer_size, LOOK)
-
-
-def build_engine(model: nn.Module) -> DecodeEngine:
-    """Steps that are compiled and captured where the model is whole on a CUDA device; as they are written elsewhere.
-
-    Nothing is compiled for small blocks, nor under deterministic kernels: generated code is tuned to the sizes that it
-    meets first, and rounds otherwise in a process that meets others.
-    """
-    if not capturable(model):
-        return DecodeEngine(model, sizes=Sizes(exact_size, exact_size, exact_size, 1), run=Eager(), code=WRITTEN)
-    keep_logits_in_float32(model)
-    split_kv = choose_split_kv(model)
-    stepped = choose_joined_model(model, split_kv)
-    compiles = compiles_decoding(model, deterministic=torch.are_deterministic_algorithms_enabled())
-    code = compile_decode_parts(stepped) if compiles else WRITTEN
-    return DecodeEngine(
-        model,
-        sizes=captured_sizes(split_kv=split_kv is not None),
-        run=GraphCache(CudaGraph),
-        code=code._replace(split_kv=split_kv),
-        stepped=stepped,
-    )
-
-
-@torch.no_grad()
-def choose_split_kv(model: nn.Module) -> SplitKV | None:
-    """The kernel for the model's steps, once it has been seen to do them rightly on this card.
-
-    None, with a warning that says why, where it cannot be had, does not cover the model, or fails.
-    """
-    device = model.get_input_embeddings().weight.device
-    reason = split_kv_unsupported_reason(device) or split_kv_uncovered_reason(model)
-    try:
-        reason = reason or decoding_difference(model, device, split_kv_attention)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of Triton's: code that this card or this version does not take
-        reason = f"{type(error).__name__}, {next(iter(str(error).splitlines()), 'without a word')}"
-    if reason is not None:
-        warn_of_plain_attention(reason)
-        return None
-    return split_kv_attention
-
-
-@torch.no_grad()
-def choose_joined_model(model: nn.Module, split_kv: SplitKV | None) -> nn.Module:
-    """The model with projections of the same states as one product, once it has been seen to compute the same.
-
-    The model itself where none can be joined, and, with a warning that says why, where a trial fails or is off.
-    """
-    stepped, device = joined_model(model), model.get_input_embeddings().weight.device
-    if stepped is model:
-        return model
-    try:
-        reason = decoding_difference(model, device, split_kv, stepped)
-    except torch.OutOfMemoryError:
-        raise
-    except packed_input.REFUSALS as error:  # a forward that asks for them in another order
-        reason = packed_input.refusal(error)
-    if reason is not None:
-        warnings.warn(f"decoding has a product for each projection: {reason}", RuntimeWarning, stacklevel=2)
-        return model
-    return stepped
-
-
-def compile_decode_parts(model: nn.Module) -> Code:
-    """Everything in a step that is made of small operations, each part compiled once for all layers."""
-    for block in blocks(model):
-        compile_for_decoding(block)
-    return Code(CompiledPart(attend), cache(CompiledPart))
 
 
 # -- is a model fit for it
@@ -586,45 +371,36 @@ def decoding_unsupported_reason(model: nn.Module, device: torch.device) -> str |
 
 
 def decoding_difference(
-    model: nn.Module, device: torch.device, split_kv: SplitKV | None = None, stepped: nn.Module | None = None
+    model: nn.Module, device: torch.device, split_kv: SplitKV | None = None, step_model: nn.Module | None = None
 ) -> str | None:
     """How far logits of two decoding steps are from those of the whole rows; None when that is rounding."""
     size = model.config.get_text_config().vocab_size
     texts = [[(5 * b + t) ** 2 % size for t in range(n)] for b, n in enumerate((7, 3, 7))]
     texts[2][:-2] = texts[0][:-2]  # two rows go on from one prompt
-    starts, home = [text[:-2] for text in texts[:2]], torch.tensor([0, 1, 0])
+    starts, prompt_slot = [text[:-2] for text in texts[:2]], torch.tensor([0, 1, 0])
     start = torch.tensor([len(text) - 2 for text in texts], device=device)
     prompts, drawn = KVCache(2, len(starts[0])), KVCache(3, 2)
-    lanes = row_slots(home, home >= 0, 2, 2)
-    lanes = RowSlots(*(x.to(device) for x in lanes[:2]), lanes.wide)
+    grouped = group_rows(prompt_slot, prompt_slot >= 0, 2, 2)
+    grouped = GroupedRows(grouped.row.to(device), grouped.place.to(device), grouped.width)
     with packed_input.without_dropout(model):
         whole = [torch.tensor([text], device=device) for text in texts]
         reference = [model(input_ids=ids, use_cache=False).logits[0, -3:] for ids in whole]
         context, logits = prefill_prompts(model, starts, device)
         context.copy(prompts, torch.arange(2, device=device))
-        got = [logits[home.to(device)]]
+        logits_by_step = [logits[prompt_slot.to(device)]]
         for t in (0, 1):
             token = torch.tensor([[text[t - 2]] for text in texts], device=device)
-            seen = (prompts, drawn, lanes, start, start + t)
-            how = {"attended": attend, "split_kv": split_kv}
-            context = DecodeAttention(*seen, reach=prompts.columns, columns=t + 1, **how)
-            got.append(forward_step(stepped or model, token, (start + t)[:, None], context, 1)[:, -1])
+            context = DecodeAttention(
+                prompts,
+                drawn,
+                grouped,
+                start,
+                start + t,
+                prompt_columns=prompts.columns,
+                columns=t + 1,
+                attend_fn=attend,
+                split_kv=split_kv,
+            )
+            logits_by_step.append(forward_step(step_model or model, token, (start + t)[:, None], context, 1)[:, -1])
     reference = torch.stack(reference).to(model.get_input_embeddings().weight.dtype)  # which says how close is close
-    return packed_input.too_far_apart("logits", torch.stack(got, 1) - reference, reference)
-
-
-# -- a head of halves whose logits come in float32
-
-
-def keep_logits_in_float32(model: nn.Module) -> None:
-    """Make a head of halves give its product in float32, as the trainer's: rounded, a logit of 20 is off by 0.04."""
-    head = model.get_output_embeddings()
-    if type(head) is nn.Linear and head.bias is None and products_in_float32(head.weight):
-        head.forward = partial(linear_in_float32, head.weight)
-
-
-def linear_in_float32(weight: Float[Tensor, "V D"], hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
-    """hidden weight^T with a result in float32; in the dtype of both where a gradient may be asked for."""
-    if torch.is_grad_enabled():
-        return linear(hidden, weight)
-    return torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, hidden.shape[:-1])
+    return packed_input.too_far_apart("logits", torch.stack(logits_by_step, 1) - reference, reference)

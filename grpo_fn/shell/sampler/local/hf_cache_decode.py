@@ -38,9 +38,9 @@ def decode(
         for j in range(0, group, width):
             piece = [x[i : i + at_once, j : j + width] for x in (by_group, limits)]
             parts.append(batch(model, list(prompts[i : i + at_once]), *piece, options))
-            if options.ended is not None:
+            if options.on_ended is not None:
                 tokens = [row[:n] for row, n in zip(parts[-1].tokens.tolist(), parts[-1].length.tolist(), strict=True)]
-                options.ended(range(i * group + j, i * group + j + len(tokens)), tokens, parts[-1].stopped.tolist())
+                options.on_ended(range(i * group + j, i * group + j + len(tokens)), tokens, parts[-1].stopped.tolist())
     return DecodedRows(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
 

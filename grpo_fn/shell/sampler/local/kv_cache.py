@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -21,7 +22,6 @@ from grpo_fn.shell.model.attention import (
     eager_attention,
     sdpa_attention,
 )
-from grpo_fn.shell.sampler.local.split_kv import SplitKV
 
 GATHERED = 3  # columns read of a row whose keys and values are gathered first: once more each, and written
 SPARED = 2048  # columns of single rows, at least, that a second computation has to save
@@ -76,8 +76,8 @@ class PrefillAttention(PackedAttention):
         at = self.at.to(slot.device)
         for layer, streams in self.kept.items():
             for x, stream in zip(slots.of(layer, *streams), streams, strict=True):
-                entries = stream[0].index_select(1, at.flatten()).unflatten(1, at.shape)  # [H P L D]
-                x[slot, :, : at.shape[1]] = entries.transpose(0, 1)
+                entries = stream[0].index_select(1, at.flatten())
+                x[slot, :, : at.shape[1]] = rearrange(entries, "h (p l) d -> p h l d", p=len(at))
 
 
 class ChunkAttention:
@@ -94,13 +94,13 @@ class ChunkAttention:
         prompts: KVCache,
         drawn: KVCache,
         slot: Int[Tensor, "r"],
-        home: Int[Tensor, "r"],
+        prompt_slot: Int[Tensor, "r"],
         start: Int[Tensor, "r"],
         filled: Int[Tensor, "r"],
         new: Int[Tensor, "r"],
     ) -> None:
-        self.prompts, self.drawn, self.slot, self.home, self.start = prompts, drawn, slot, home, start
-        self.reach, self.columns, width = int(start.max()), int((filled + new).max()), int(new.max())
+        self.prompts, self.drawn, self.slot, self.prompt_slot, self.start = prompts, drawn, slot, prompt_slot, start
+        self.prompt_columns, self.columns, width = int(start.max()), int((filled + new).max()), int(new.max())
         self.place = torch.arange(width, device=slot.device) - width + (filled + new)[:, None]  # [r M]
         self.row, self.at = (self.place >= filled[:, None]).nonzero(as_tuple=True)  # of tokens that are no padding
 
@@ -119,52 +119,54 @@ class ChunkAttention:
         prompts = self.prompts.of(module.layer_idx, key, value)
         groups = query.shape[1] // key.shape[1]
         keys, values = (
-            torch.cat([p[self.home, :, : self.reach], d[self.slot, :, : self.columns]], 2).repeat_interleave(groups, 1)
+            torch.cat(
+                [p[self.prompt_slot, :, : self.prompt_columns], d[self.slot, :, : self.columns]], 2
+            ).repeat_interleave(groups, 1)
             for p, d in zip(prompts, drawn, strict=True)
         )
         core = eager_attention if how.eager or how.cap is not None else sdpa_attention
-        return core(query, keys, values, self.mask(how.window, query.dtype), how).transpose(1, 2)
+        out = core(query, keys, values, self.mask(how.window, query.dtype), how)
+        return rearrange(out, "r h m e -> r m h e")
 
     def mask(self, window: Window, dtype: torch.dtype) -> Float[Tensor, "r 1 M _"]:
         """What is added to the scores: 0 where a token sees the column, the lowest number elsewhere."""
         device, start = self.slot.device, self.start[:, None, None]
-        prompt = torch.arange(self.reach, device=device).expand(len(start), 1, -1)
+        prompt = torch.arange(self.prompt_columns, device=device).expand(len(start), 1, -1)
         drawn = torch.arange(self.columns, device=device).expand(len(start), 1, -1)
         place = self.place[:, :, None]
         unseen = torch.cat([(prompt >= start).expand(-1, place.shape[1], -1), drawn > place], 2)
         if window is not None:
             unseen |= torch.cat([prompt, drawn + start], 2) <= place + start - window
         # Not -inf: padding may see nothing at all.
-        return torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, torch.finfo(dtype).min)[
-            :, None
-        ]
+        mask = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, torch.finfo(dtype).min)
+        return mask[:, None]
 
 
-class RowSlots(NamedTuple):
-    """Rows by the prompt that they read: `wide` lanes for each of the first prompts, not all of them taken."""
+class GroupedRows(NamedTuple):
+    """Rows by the prompt that they read: `width` places for each of the first prompts, not all of them taken."""
 
-    row: Int[Tensor, "_"]  # in each lane; any row in one that is free
-    lane: Int[Tensor, "n"]  # of each row; any lane for a slot without a row
-    wide: int
+    row: Int[Tensor, "P*width"]  # in each place; any row in one that is free
+    place: Int[Tensor, "n"]  # of each row; any place for a slot without a row
+    width: int
 
 
-def row_slots(home: Int[Tensor, "n"], there: Bool[Tensor, "n"], prompts: int, wide: int) -> RowSlots:
-    """A lane for all rows that are `there`, of which no more than `wide` have the same `home`."""
+def group_rows(prompt_slot: Int[Tensor, "n"], there: Bool[Tensor, "n"], prompts: int, width: int) -> GroupedRows:
+    """A place for all rows that are `there`, of which no more than `width` read the prompt in the same slot."""
     rows = there.nonzero()[:, 0]
-    rows = rows[home[rows].argsort(stable=True)]
-    count = torch.bincount(home[rows], minlength=prompts)
-    number = torch.arange(len(rows)) - (count.cumsum(0) - count)[home[rows]]
-    row, lane = torch.zeros(prompts * wide, dtype=torch.long), torch.zeros_like(home)
-    lane[rows] = home[rows] * wide + number
-    row[lane[rows]] = rows
-    return RowSlots(row, lane, wide)
+    rows = rows[prompt_slot[rows].argsort(stable=True)]
+    count = torch.bincount(prompt_slot[rows], minlength=prompts)
+    number = torch.arange(len(rows)) - (count.cumsum(0) - count)[prompt_slot[rows]]  # of a row among its prompt's
+    row, place = torch.zeros(prompts * width, dtype=torch.long), torch.zeros_like(prompt_slot)
+    place[rows] = prompt_slot[rows] * width + number
+    row[place[rows]] = rows
+    return GroupedRows(row, place, width)
 
 
 class LongRows(NamedTuple):
     """The few rows that have drawn far more than the others: their attention is computed apart, over more columns."""
 
     number: Int[Tensor, "f"]
-    lanes: RowSlots  # of these rows alone
+    grouped: GroupedRows  # of these rows alone
     columns: int
 
 
@@ -179,14 +181,14 @@ def shorter_columns(drawn: Int[Tensor, "n"]) -> int:
 
 
 class KVView(NamedTuple):
-    """What one head of one row sees, for all `n H` of them, and which lane each is in."""
+    """What one head of one row sees, for all `n H` of them, and the place of each among the rows of its prompt."""
 
     prompt_key: Float[Tensor, "P*H L D"]
     prompt_value: Float[Tensor, "P*H L E"]
     key: Float[Tensor, "n*H C D"]  # of what was drawn
     value: Float[Tensor, "n*H C E"]
-    in_lane: Int[Tensor, "P*H*wide"]  # the head of a row in each lane
-    back: Int[Tensor, "n*H"]  # the lane of each
+    in_place: Int[Tensor, "P*H*width"]  # the head of a row in each place
+    place: Int[Tensor, "n*H"]  # of each
     mask: Float[Tensor, "n 1 L+C"]
 
 
@@ -200,9 +202,10 @@ def attend(
     """
 
     def with_prompts(x: Tensor, other: Tensor) -> Tensor:
-        """The product of each row's `[r X]` with its prompt's."""
-        together = x.index_select(0, seen.in_lane).view(len(other), -1, x.shape[2])
-        return product(together, other).view(len(seen.in_lane), x.shape[1], -1).index_select(0, seen.back)
+        """The product of each row's `[r X]` with its prompt's, `[P*H X Y]`."""
+        # Rows of a prompt become rows of one matrix, [P*H width*r X], so that the prompt's entries are read once.
+        together = x.index_select(0, seen.in_place).view(len(other), -1, x.shape[2])
+        return product(together, other).view(len(seen.in_place), x.shape[1], -1).index_select(0, seen.place)
 
     scores = torch.cat(
         [with_prompts(query, seen.prompt_key.transpose(1, 2)), product(query, seen.key.transpose(1, 2))], -1
@@ -215,16 +218,18 @@ def attend(
     return (with_prompts(first, seen.prompt_value) + product(second, seen.value)).to(seen.value.dtype)
 
 
-# `attended`, as it is written or compiled.
-Attended = Callable[[Tensor, KVView, float, float | None], Tensor]
+# `attend`, as it is written or compiled.
+AttendFn = Callable[[Tensor, KVView, float, float | None], Tensor]
+# `cuda_steps.split_kv_attention`, called by position.
+SplitKV = Callable[..., Float[Tensor, "n H E"]]
 
 
 class DecodeAttention:
     """The next token of the row in every one of the first slots: it sees its prompt, and what was drawn up to there.
 
-    `start` is how long each row's prompt is, `length` how long the row; `reach` columns of prompts are looked at, and
+    `start` is how long each row's prompt is, `length` how long the row; `prompt_columns` of prompts are looked at, and
     `columns` of what was drawn; more of them in `long` rows. With `split_kv`, one operator does it; without, matrix
-    products, in `attended`.
+    products, in `attend_fn`.
     """
 
     phase: ClassVar[Phase] = "decode"
@@ -233,27 +238,35 @@ class DecodeAttention:
         self,
         prompts: KVCache,
         drawn: KVCache,
-        lanes: RowSlots,
+        grouped: GroupedRows,
         start: Int[Tensor, "n"],
         length: Int[Tensor, "n"],
         *,
-        reach: int,
+        prompt_columns: int,
         columns: int,
-        attended: Attended,
+        attend_fn: AttendFn,
         split_kv: SplitKV | None,
         long: LongRows | None = None,
     ) -> None:
-        self.attended, self.split_kv, self.long = attended, split_kv, long
-        self.prompts, self.drawn, self.lanes = prompts, drawn, lanes
-        self.start, self.length, self.reach, self.columns = start, length, reach, columns
+        self.attend_fn, self.split_kv, self.long = attend_fn, split_kv, long
+        self.prompts, self.drawn, self.grouped = prompts, drawn, grouped
+        self.start, self.length, self.prompt_columns, self.columns = start, length, prompt_columns, columns
         self.masks: dict[tuple[Window, torch.dtype], Tensor] = {}
         self.indices: dict[int, tuple[Tensor, Tensor]] = {}
         self.own: dict[int, Tensor] = {}
         self.apart: DecodeAttention | None = None
         if long is not None:
-            of_rows = (prompts, drawn, long.lanes, start[long.number], length[long.number])
-            how = {"attended": attended, "split_kv": None}
-            self.apart = DecodeAttention(*of_rows, reach=reach, columns=long.columns, **how)
+            self.apart = DecodeAttention(
+                prompts,
+                drawn,
+                long.grouped,
+                start[long.number],
+                length[long.number],
+                prompt_columns=prompt_columns,
+                columns=long.columns,
+                attend_fn=attend_fn,
+                split_kv=None,
+            )
 
     @torch.compiler.disable
     def attend(
@@ -261,17 +274,17 @@ class DecodeAttention:
     ) -> Float[Tensor, "n 1 H E"]:
         """The row's new entries are put into its slot, and seen with all before them.
 
-        Code that is compiled stops here: which buffers these are differs from layer to layer.
+        StepCode that is compiled stops here: which buffers these are differs from layer to layer.
         """
         n, heads = key.shape[:2]
         drawn = self.drawn.of(module.layer_idx, key, value)
         for buffer, new in zip(drawn, (key, value), strict=True):
             put_entries(buffer, self.places(heads), new)
-        many = len(self.lanes.row) // self.lanes.wide
-        prompts = [x[:many, :, : self.reach] for x in self.prompts.of(module.layer_idx, key, value)]
+        many = len(self.grouped.row) // self.grouped.width  # prompts
+        prompts = [x[:many, :, : self.prompt_columns] for x in self.prompts.of(module.layer_idx, key, value)]
         seen = (*prompts, *(x[:n, :, : self.columns] for x in drawn))
         if self.split_kv is not None:
-            rows = (self.lanes.row, self.lanes.lane, self.start, self.length, self.lanes.wide)
+            rows = (self.grouped.row, self.grouped.place, self.start, self.length, self.grouped.width)
             return self.split_kv(query[:, :, 0], *seen, *rows, how.scale, how.cap, how.window)[:, None]
         out = self.products(query, seen, how)
         if self.long is not None:
@@ -287,7 +300,7 @@ class DecodeAttention:
         (n, heads), key = seen[2].shape[:2], seen[2]
         dtype = torch.float32 if products_in_float32(key) else key.dtype
         view = KVView(*(x.flatten(0, 1) for x in seen), *self.index(heads), self.mask(how.window, dtype))
-        out = self.attended(query.reshape(n * heads, -1, query.shape[3]), view, how.scale, how.cap)
+        out = self.attend_fn(query.reshape(n * heads, -1, query.shape[3]), view, how.scale, how.cap)
         return out.view(n, 1, -1, out.shape[2])
 
     def places(self, heads: int) -> Int[Tensor, "_"]:
@@ -298,21 +311,20 @@ class DecodeAttention:
         return self.own[heads]
 
     def index(self, heads: int) -> tuple[Tensor, Tensor]:
-        """With slots and heads as one dimension: which row is in each lane of a prompt, head by head; and the way
-        back from there."""
+        """`KVView.in_place` and `KVView.place`: as `GroupedRows` has rows, head by head."""
         if heads not in self.indices:
             head = torch.arange(heads, device=self.length.device)
-            row, lane, wide = self.lanes
-            in_lane = row.view(-1, 1, wide) * heads + head[:, None]
-            back = ((lane // wide)[:, None] * heads + head) * wide + (lane % wide)[:, None]
-            self.indices[heads] = in_lane.flatten(), back.flatten()
+            row, place, width = self.grouped
+            in_place = row.view(-1, 1, width) * heads + head[:, None]  # [P H width]
+            prompt, number = (place // width)[:, None], (place % width)[:, None]
+            self.indices[heads] = in_place.flatten(), ((prompt * heads + head) * width + number).flatten()
         return self.indices[heads]
 
     def mask(self, window: Window, dtype: torch.dtype) -> Float[Tensor, "n 1 _"]:
         """What is added to the scores: 0 where a row sees the column, -inf elsewhere."""
         if (window, dtype) not in self.masks:
             device, start, length = self.length.device, self.start[:, None], self.length[:, None]
-            prompt = torch.arange(self.reach, device=device).expand(len(start), -1)
+            prompt = torch.arange(self.prompt_columns, device=device).expand(len(start), -1)
             drawn = torch.arange(self.columns, device=device) + start
             unseen = torch.cat([prompt >= start, drawn > length], 1)
             if window is not None:

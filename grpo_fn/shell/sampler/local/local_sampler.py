@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.batch import sample_keys
-from grpo_fn.core.problem import Problem
+from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout
-from grpo_fn.shell.episodes.episode_rows import EpisodeRows
 from grpo_fn.shell.model.hf import stop_ids
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.interface import (
@@ -32,13 +31,9 @@ from grpo_fn.shell.sampler.interface import (
     smallest_limit,
 )
 from grpo_fn.shell.sampler.local import hf_cache_decode
-from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, DecodedRows, DecodeOptions, Ended
-from grpo_fn.shell.sampler.local.decode_step import (
-    DecodeEngine,
-    Stops,
-    build_engine,
-    decoding_unsupported_reason,
-)
+from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, DecodeOptions, OnEnded
+from grpo_fn.shell.sampler.local.cuda_steps import build_engine
+from grpo_fn.shell.sampler.local.decode_step import DecodeEngine, Stops, decoding_unsupported_reason
 from grpo_fn.shell.sampler.local.turn_batching import TurnBatching
 
 
@@ -101,7 +96,7 @@ class LocalSampler(SamplerOptions):
 
     @property
     def repeatable(self) -> bool:
-        """Whether asked again it draws the same tokens."""
+        """Whether the same problems and key bring the same tokens again."""
         return self.environments is None or self.environments.answer_steps is not None
 
     @property
@@ -156,8 +151,17 @@ class LocalSampler(SamplerOptions):
         )
         limit = torch.tensor(limits, dtype=torch.long, device=device).repeat_interleave(group_size)
         u = self._draws(problems, group_size, key.to(device))
+
+        def completion(row: int, tokens: list[int], stopped: bool) -> Completion:
+            return completion_of_row(self.tokenizer, tokens, stopped=stopped)
+
         with self.shared.alone:
-            decoded = self._decode(prompts, u, limit, self._ended(problems, group_size))
+            options = self._options(self.stop, [], self._on_ended(problems, group_size, completion))
+            engine = self.shared.decoder(self.model, device)
+            if engine is None:
+                decoded = hf_cache_decode.decode(self.model, prompts, u, limit, options)
+            else:
+                decoded = ContinuousBatching(engine, prompts, u, limit, options).run()
         completions = [row[:n] for row, n in zip(decoded.tokens.tolist(), decoded.length.tolist(), strict=True)]
         drawn = torch.arange(self.max_new_tokens, device=device) < decoded.length[:, None]
         return assemble(self.tokenizer, prompts, completions, decoded.logp[drawn], decoded.stopped)
@@ -176,7 +180,8 @@ class LocalSampler(SamplerOptions):
                 "episodes: got a model without a limit on positions, wanted sections.Sampling.max_total_tokens"
             )
         with self.shared.alone:
-            if self.shared.decoder(self.model, device) is None:
+            engine = self.shared.decoder(self.model, device)
+            if engine is None:
                 raise ValueError(
                     f"episodes: got {type(self.model).__name__}, which is decoded with a cache that grows, wanted a "
                     "model that is decoded in slots (a warning says why this one is not)"
@@ -184,58 +189,41 @@ class LocalSampler(SamplerOptions):
             rows = self.begin_episodes(problems, group_size, key, context)
             u, width = self._draws(problems, group_size, key.to(device)), context - 1
             u = pad(u, (0, max(0, width - u.shape[1])))[:, :width].contiguous()
-            most = torch.tensor([rows.most(b) for b in range(len(u))], device=device)
-            decoded = self._decode(rows.prompts, u, most, self._ended(problems, group_size, rows), rows)
+            limit = torch.tensor([rows.most(b) for b in range(len(u))], device=device)  # of the first turns
+            on_ended = self._on_ended(problems, group_size, lambda row, *_: rows.completion(row))
+            options = self._options((), [rows.of.chat.end], on_ended)
+            batching = TurnBatching(engine, rows.prompts, u, limit, options, rows)
+            decoded = batching.run()
+        rows.of.caller.count("time/environment_wait", batching.pending.waited)
         tokens = [row[:n] for row, n in zip(decoded.tokens.tolist(), decoded.length.tolist(), strict=True)]
         # All rows at once: on a card a mask of each row's own would be waited for row by row.
         drawn = [b * width + t for b, row in enumerate(rows.rows) for t, sampled in enumerate(row.mask()) if sampled]
         logp = decoded.logp.flatten()[torch.tensor(drawn, device=device)]
         return assemble_episodes(rows, tokens, logp, self.tokenizer)
 
-    def _decode(
-        self,
-        prompts: list[list[int]],
-        u: Tensor,
-        limit: Tensor,
-        ended: Ended | None,
-        rows: EpisodeRows | None = None,
-    ) -> DecodedRows:
-        """Completions of every prompt, one for each row of u `[P G, N]`, each of at most `limit` `[P G]` tokens.
-
-        Of episodes, the limit is that of their first turns.
-        """
-        size = self.model.config.get_text_config().vocab_size
-        stops = self.shared.scan_stops(self.tokenizer, () if rows else self.stop, size)
-        turn_end = [rows.of.chat.end] if rows else []
-        options = DecodeOptions(
+    def _options(self, stop: Sequence[str], turn_end: list[int], on_ended: OnEnded | None) -> DecodeOptions:
+        return DecodeOptions(
             token_sampler=self.token_sampler,
             end_tokens=[*stop_ids(self.tokenizer, self.model), *turn_end],
-            stops=stops,
+            stops=self.shared.scan_stops(self.tokenizer, stop, self.model.config.get_text_config().vocab_size),
             slots=self.max_rows,
             pad=self.tokenizer.eos_token_id,
-            ended=ended,
+            on_ended=on_ended,
             check=self.check,
         )
-        engine = self.shared.decoder(self.model, u.device)
-        if rows is not None:
-            batching = TurnBatching(engine, prompts, u, limit, options, rows)
-            decoded = batching.run()
-            rows.of.caller.count("time/environment_wait", batching.pending.waited)
-            return decoded
-        if engine is None:
-            return hf_cache_decode.decode(self.model, prompts, u, limit, options)
-        return ContinuousBatching(engine, prompts, u, limit, options).run()
 
-    def _ended(self, problems: Sequence[Problem], group_size: int, rows: EpisodeRows | None = None) -> Ended | None:
+    def _on_ended(
+        self,
+        problems: Sequence[Problem],
+        group_size: int,
+        completion: Callable[[int, list[int], bool], Completion],
+    ) -> OnEnded | None:
         """A function that calls `on_completions` for the rows with these numbers; None without `on_completions`."""
         if self.on_completions is None:
             return None
 
-        def report(numbers: Sequence[int], tokens: Sequence[list[int]], stopped: Sequence[bool]) -> None:
-            completions = [
-                completion_of_row(self.tokenizer, ids, stopped=by_itself) if rows is None else rows.completion(row)
-                for row, ids, by_itself in zip(numbers, tokens, stopped, strict=True)
-            ]
-            self.on_completions([problems[row // group_size] for row in numbers], completions)
+        def report(rows: Sequence[int], tokens: Sequence[list[int]], stopped: Sequence[bool]) -> None:
+            completions = [completion(*row) for row in zip(rows, tokens, stopped, strict=True)]
+            self.on_completions([problems[row // group_size] for row in rows], completions)
 
         return report

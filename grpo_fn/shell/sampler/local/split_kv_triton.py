@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fn.shell.sampler.local.split_kv import OPERATOR, SPLIT
+from grpo_fn.shell.sampler.local.cuda_steps import OPERATOR, SPLIT
 
 TILE = 64  # queries of a prompt's rows in a program
 LEAST = 16  # of each side of a product
@@ -194,7 +194,7 @@ def split_kv_launch(
     cap: float | None,
     window: int | None,
 ) -> Tensor:
-    """As the operator is described in `split_kv.py`: both kernels, one behind the other."""
+    """As the operator is described in `cuda_steps.py`: both kernels, one behind the other."""
     (n, heads, columns, d), (prompts, _, reach, _), e = key.shape, prompt_key.shape, value.shape[3]
     r = query.shape[1] // heads
     prompt_parts, drawn_parts = (triton.cdiv(x, SPLIT) for x in (reach, columns))

@@ -50,7 +50,7 @@ class TurnBatching(ContinuousBatching):
 
     def run(self) -> DecodedRows:
         """Until all episodes are over."""
-        while self.waiting < len(self.u) or bool(self.busy.any()):
+        while self.next_row < len(self.u) or bool(self.busy.any()):
             if self.has_free_slot():
                 self.admit()
                 self.look()
@@ -94,11 +94,11 @@ class TurnBatching(ContinuousBatching):
             self.options.check()
             answers.append(self.pending.take(b))
         self.paused[slot], self.shape = False, None
-        on = torch.tensor([answer is not None for answer in answers])
-        if len(over := slot[~on]):
-            super().leave(over, self.seen, torch.ones(len(self.seen), dtype=torch.bool))
+        goes_on = torch.tensor([answer is not None for answer in answers])
+        if len(over := slot[~goes_on]):
+            super().leave(over, self.drawn, torch.ones(len(self.drawn), dtype=torch.bool))
         going = [(s, answer) for s, answer in zip(slot.tolist(), answers, strict=True) if answer is not None]
-        going.sort(key=lambda of: len(of[1].observed))
+        going.sort(key=lambda pair: len(pair[1].observed))  # rows of about one length go through the model together
         widths = [len(answer.observed) + 1 for _, answer in going]
         for some in split_by_width(widths, most=PREFILL, padding=PADDING):
             chunk = going[some]
@@ -108,13 +108,13 @@ class TurnBatching(ContinuousBatching):
         """Observations into these rows, behind what they have; then the first token of their next turn is drawn."""
         device, live, width = self.u.device, self.engine.live, self.u.shape[1]
         new = torch.tensor([len(answer.observed) for answer in answers])
-        there, drawn, home = (x.to(device) for x in (slot, self.seen[slot], self.home[slot]))
-        start, columns = live.start[there], (self.seen[slot] + new).to(device)
+        there, drawn, prompt_slot = (x.to(device) for x in (slot, self.drawn[slot], self.prompt_slot[slot]))
+        start, columns = live.start[there], (self.drawn[slot] + new).to(device)
         # The token that ended the turn was drawn and not read yet.
         last = live.tokens[there, drawn - 1].tolist()
         chunks = [[token, *answer.observed] for token, answer in zip(last, answers, strict=True)]
         context = ChunkAttention(
-            self.engine.prompts, self.engine.drawn, there, home, start, drawn - 1, (new + 1).to(device)
+            self.engine.prompts, self.engine.drawn, there, prompt_slot, start, drawn - 1, (new + 1).to(device)
         )
         widest = max(map(len, chunks))
         ids = torch.tensor([[0] * (widest - len(chunk)) + chunk for chunk in chunks], device=device)
@@ -132,9 +132,20 @@ class TurnBatching(ContinuousBatching):
         tokens.masked_scatter_(observed_place, observed.to(device))
         logp.masked_fill_(observed_place, 0.0)
         limit = columns + torch.tensor([answer.most for answer in answers], device=device)
-        no = torch.zeros(len(slot), dtype=torch.bool, device=device)
-        flags = (no, no.clone(), no.clone())
-        next_turn = Live(columns.clone(), start, start + columns, columns.clone(), limit, *flags, u, tokens, logp)
+        false = torch.zeros(len(slot), dtype=torch.bool, device=device)
+        next_turn = Live(
+            token=columns.clone(),  # any number: `draw` replaces it
+            start=start,
+            length=start + columns,
+            drawn=columns.clone(),
+            limit=limit,
+            ended=false,
+            stopped=false.clone(),
+            suspect=false.clone(),
+            u=u,
+            tokens=tokens,
+            logp=logp,
+        )
         draw(next_turn, logits, self.options.token_sampler, self.engine.marks)
         for x, value in zip(live, next_turn, strict=True):
             x[there] = value
