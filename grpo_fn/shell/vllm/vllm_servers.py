@@ -43,7 +43,7 @@ AHEAD = 8  # requests that a server may have more than twice those of another, a
 
 
 class PushedWeights(NamedTuple):
-    """Weights that were pushed; the rank that sends them tells the others."""
+    """Weights that were pushed, as the rank that sends them announces them to the others."""
 
     run: str  # another run's weights may have the same version
     version: int
@@ -399,7 +399,7 @@ PAUSES = ("wait", "keep")
 
 
 class ServerUpdate(NamedTuple):
-    """What the rank that gives weights tells the others."""
+    """What the rank that gives weights announces to the others."""
 
     newest: PushedWeights
     held: Fingerprint | None  # by every server; None if the layout of one hides that
