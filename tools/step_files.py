@@ -22,7 +22,7 @@ from typing import Any
 STEP = 2  # the first step has lazy imports and caches of its own
 # Sums of two numbers by one layer: after 40 updates some answers are right, so that no step is left out. 10 s.
 SMALL = {"STEPS": STEP, "TEST_SIZE": 8, "OPERATIONS": 1, "models.TinyModel.layers": 1}
-SMALL |= {"models.TinyModel.steps": 40, "models.TinyModel.rows": 16, "models.TinyModel.worked_share": 0.0}
+SMALL |= {"models.TinyModel.steps": 40, "models.TinyModel.rows": 16, "models.word_problem_lessons.worked_share": 0.0}
 
 
 class StepRecorder:
