@@ -30,7 +30,7 @@ def rewards_of(module: object) -> set[str]:
 
 
 def test_every_reward_has_a_line() -> None:
-    rewards = set().union(*map(rewards_of, (code, format, length, math, episode)))
+    rewards = set().union(*map(rewards_of, (code, format, math, episode)))
     by_another_name = {"correct": "math", "correct_evaluated": "math_evaluated", "all_tests_pass": "code"}
     named = {word for reward, *_ in LINES for word in re.findall(r"\w+", reward)}
     absent = {name for name in rewards if by_another_name.get(name, name) not in named}
