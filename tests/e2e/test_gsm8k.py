@@ -12,7 +12,7 @@ from published import published
 
 from experiments.tiny import models
 from grpo_fn.core import prng
-from grpo_fn.core.problem import Completion
+from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards import math
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
@@ -72,7 +72,7 @@ def test_a_few_steps_on_the_real_files_resume_exactly(model: Path, data: Path, t
 
 
 def scores(pool: RewardPool, golds: Sequence[str], answers: Sequence[str]) -> list[float | None]:
-    asked = [gsm8k.Problem(i, "", gold, {}) for i, gold in enumerate(golds)]
+    asked = [Problem(i, "", gold, {}) for i, gold in enumerate(golds)]
     return pool.score(math.correct, asked, [Completion(rf"\boxed{{{answer}}}", 9, False) for answer in answers])
 
 

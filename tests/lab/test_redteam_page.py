@@ -34,7 +34,8 @@ def test_every_reward_has_a_line() -> None:
     by_another_name = {"correct": "math", "correct_evaluated": "math_evaluated", "all_tests_pass": "code"}
     named = {word for reward, *_ in LINES for word in re.findall(r"\w+", reward)}
     absent = {name for name in rewards if by_another_name.get(name, name) not in named}
-    assert absent == {"run_against_tests"}  # which is no reward: what the sandbox says
+    # No reward, but what the sandbox says; and a grader of given completions, which pays nothing but the answer.
+    assert absent == {"run_against_tests", "same_text"}
 
 
 def test_every_run_and_task_file_has_a_line() -> None:

@@ -55,7 +55,7 @@ def written_calls(made: PreTrainedTokenizerBase, calls: list[ToolCall]) -> str:
 
 @pytest.mark.parametrize("name", READ)
 def test_calls_as_the_template_writes_them_are_read(name: str) -> None:
-    made, read = tokenizer_with(name), getattr(tool_calls, READ[name])
+    made, read = tokenizer_with(name), getattr(chat_format, READ[name])
     calls = [ToolCall("run", ARGUMENTS)] + [ToolCall("stop", {})] * (READ[name] != "llama_json")
     for some in (calls[:1], calls):
         found = read(written_calls(made, some))
@@ -71,7 +71,7 @@ def test_an_episode_is_the_conversation_that_the_template_renders(name: str) -> 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "nemotron_3_nano", "llama3_1"])
 def test_a_template_that_changes_earlier_turns_is_refused_with_the_token_that_differs(name: str) -> None:
-    reader = getattr(tool_calls, READ[name])
+    reader = getattr(chat_format, READ[name])
     with pytest.raises(ValueError, match=r"wanted .*: the template changes what was written before"):
         tokenizer_template(tokenizer_with(name), observed=("tool", "user"), read_calls=reader)
 
