@@ -17,7 +17,7 @@ LOSS = "objective.policy_objective"
 MODULES = {
     "grpo_fn": "train",
     "grpo_fn.algo": "advantage corrections credit distillation group_sampling losses masking objective step",
-    "grpo_fn.rewards": "combine length math",
+    "grpo_fn.rewards": "combine format math",
     "grpo_fn.shell.model": "blocks lora",
     "grpo_fn.shell.policy": "mesh optimizer",
     "grpo_fn.shell.vllm": "vllm_sampler vllm_servers",
