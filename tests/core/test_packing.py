@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo import losses, objective
-from grpo_fn.core.batch import prompt_lengths, read_lengths, share_prompts, visible_positions
+from grpo_fn.core.batch import (
+    PromptPiece,
+    balance_pieces,
+    prompt_lengths,
+    read_lengths,
+    share_prompts,
+    visible_positions,
+)
 from grpo_fn.core.types import Batch, Scores
 
 budgets = st.tuples(st.integers(1, 40), st.integers(1, 4))  # micro_tokens, devices
@@ -108,6 +115,12 @@ def test_the_parts_add_up_to_the_whole(drawn, budget):
     found = [value(micro, micro.logp_sampled) for micro in parts]
     assert sum(v for _, v in found) == pytest.approx(whole[1], abs=1e-9)
     assert sum(float(s.abs().sum()) for s, _ in found) == pytest.approx(float(whole[0].abs().sum()), abs=1e-9)
+
+
+def test_a_device_may_be_full_to_the_last_token():
+    pieces = [PromptPiece(4, [0]), PromptPiece(3, [1]), PromptPiece(3, [2]), PromptPiece(2, [3])]
+    assert balance_pieces(pieces, capacity=6, devices=1) == [[0, 3], [1, 2]]
+    assert balance_pieces(pieces, capacity=5, devices=1) == [[1, 3], [0], [2]]
 
 
 def test_one_long_group_is_shared_by_all_devices():
