@@ -100,7 +100,6 @@ class Step(NamedTuple):
     adv: torch.Tensor
     batch: Any
     ratio: torch.Tensor
-    energy: torch.Tensor | None
     figures: dict[str, float]
 
 
