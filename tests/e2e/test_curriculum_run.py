@@ -164,7 +164,7 @@ def test_a_curriculum_that_is_not_made_is_refused_before_a_model_is(cache: Path,
 
 
 def test_the_state_of_another_curriculum_is_refused_when_a_run_goes_on(cache: Path, pool: Path, tmp_path: Path) -> None:
-    argv = arguments(cache, pool, "--force", STEPS=8, **{"arms__rows__size": 12})
+    argv = arguments(cache, pool, "--force", STEPS=8, **{"mixture__rows__size": 12})
     before = outcome(pool)
     assert finish(argv, tmp_path / "out") == 2
     assert "checkpoint, curriculum: got arrays" in (tmp_path / "out").read_text()
