@@ -203,7 +203,7 @@ def pytest_(argv: Sequence[str], place: Place, site: Site) -> None:
             flags[i + 1] = "0"
     small = ["-m", "pytest", *flags, "--collect-only", "-q", "--strict-markers", "-p", "no:cacheprovider"]
     if not any(path.startswith("experiments/") for path in paths):
-        paths = ["tests/docs/test_commands.py" if "-m" in flags else "tests/docs/test_versions.py"]
+        paths = ["tests/sandbox/test_sandbox.py" if "-m" in flags else "tests/docs/test_versions.py"]
     site = site._replace(folder=ROOT)
     done = well(forked(doing.anew, [*small, *paths], things=place.things, site=site), " ".join(argv))
     assert re.search(r"^\d+(/\d+)? tests? collected", done.out, re.MULTILINE), done.out
