@@ -29,10 +29,10 @@ def bytewise() -> PreTrainedTokenizerBase:
     return tokenizer()
 
 
-def everywhere(known: PreTrainedTokenizerBase, tokens: list[int], stop: tuple[str, ...], tail: int) -> int:
-    """The first token after which a stop string is in the text of the last few, decoded after every token; 0: none."""
+def everywhere(known: PreTrainedTokenizerBase, tokens: list[int], stop: tuple[str, ...]) -> int:
+    """The first token after which a stop string is in the row's text, decoded whole after every token; 0: none."""
     for end in range(1, len(tokens) + 1):
-        text = known.decode(tokens[max(0, end - tail) : end], skip_special_tokens=True)
+        text = known.decode(tokens[:end], skip_special_tokens=True)
         if any(s in text for s in stop):
             return end
     return 0
@@ -40,7 +40,7 @@ def everywhere(known: PreTrainedTokenizerBase, tokens: list[int], stop: tuple[st
 
 def check(known: PreTrainedTokenizerBase, size: int, tokens: list[int], stop: tuple[str, ...], step: int) -> None:
     stops = Stops(known, stop, size)
-    wanted, found = everywhere(known, tokens, stop, stops.tail), 0
+    wanted, found = everywhere(known, tokens, stop), 0
     for begin in range(0, len(tokens), step):  # as many at once as are drawn between two looks
         seen = tokens[: begin + step]
         (found,) = stops.first([seen], [len(seen) - begin])
@@ -71,10 +71,15 @@ def test_with_a_vocabulary_of_pieces(
     words: tuple[str, ...], stop: tuple[str, ...], drawn: list[int], step: int
 ) -> None:
     known = pieced(words)
-    high, spelt = len(known), "".join(words + stop).encode()
-    # Half of the tokens are words, half bytes that the texts are made of.
-    tokens = [256 + n % (high - 256) if n % 2 else spelt[n // 2 % len(spelt)] for n in drawn if high > 256]
-    check(known, high + 3, tokens, stop, step)
+    high, spelt = len(known), "".join(words + stop)
+    # Half of the pieces are words, half characters that the texts are made of, spelt by their bytes.
+    pieces = [[256 + n % (high - 256)] if n % 2 else spelt[n // 2 % len(spelt)].encode() for n in drawn]
+    check(known, high + 3, [token for piece in pieces for token in piece], stop, step)
+
+
+def test_a_character_spelt_by_bytes_behind_another_one_is_a_stop_string() -> None:
+    check(pieced(("a",)), 300, [*"…é".encode()], ("é",), 1)
+    assert Stops(pieced(("a",)), ("é",), 300).first([[*"…é".encode(), 256]], [6]) == [5]
 
 
 def test_most_tokens_are_not_suspect() -> None:

@@ -103,9 +103,21 @@ class Stops:
         tails = [completions[row][max(0, end - self.tail) : end] for row, end in ends]
         texts = self.tokenizer.batch_decode(tails, skip_special_tokens=True) if tails else []
         for (row, end), text in zip(ends, texts, strict=True):
-            if not lengths[row] and any(s in text for s in self.stop):
+            if not lengths[row] and self.holds_stop(completions[row], end, text):
                 lengths[row] = end
         return lengths
+
+    def holds_stop(self, tokens: list[int], end: int, text: str) -> bool:
+        """Whether a stop string is in the text of the last tokens before `end`, or of up to three more."""
+        # A tail may begin within a character. SentencePiece's decoder then spells no byte of the whole run of byte
+        # tokens, but one of four starts in a row is the beginning of a character.
+        for start in range(end - self.tail - 1, end - self.tail - 4, -1):
+            if any(s in text for s in self.stop):
+                return True
+            if UNSPELT not in text or start < 0:
+                return False
+            text = self.tokenizer.decode(tokens[start:end], skip_special_tokens=True)
+        return any(s in text for s in self.stop)
 
 
 def tokens_of_stops(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], size: int) -> Bool[Tensor, "V"]:
