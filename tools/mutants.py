@@ -33,9 +33,7 @@ LIMIT = 300  # processor seconds that the tests of a mutant may take
 UNTOUCHED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.arguments)  # messages and types
 
 
-class Mutant(NamedTuple):
-    """A file with one change."""
-
+class Mutant(NamedTuple):  # a file with one change
     path: str
     line: int
     before: str
