@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo.group_sampling import Explore, GroupBatch
@@ -43,6 +42,7 @@ from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.run_dir import MARKER
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.stopwatch import ErrorContext, Stopwatch
+from grpo_fn.shell.model.hf import local_part
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.world import Elsewhere, LostRank, World, join_world, leave_lost
 from grpo_fn.trainer.build import RunRequest, TrainingRun, build, check_restored, first_carry, follow_groups
@@ -206,11 +206,6 @@ def copy_state_into(held: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> N
     with torch.no_grad():
         for name, x in own.items():
             x.copy_(held[name])
-
-
-def local_part(x: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 SAME, DIFFERENT = 0, 1

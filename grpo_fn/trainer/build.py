@@ -28,7 +28,7 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
 from grpo_fn.shell.model.logprob_model import LogprobModel, chunk_elements
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
-from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
+from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
 from grpo_fn.shell.reward_workers.early_rewards import EarlyRewards, parts_of
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
@@ -160,37 +160,14 @@ def build(
     teachers = teacher_specs(s, spec, checked, teachers_prepared.folders)
     load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=teachers)
     loaded = world.together(load, what="loading the model")
-    policy = FSDPPolicy(
-        loaded.logprob_model,
-        world=world,
-        data=loaded.data,
-        reference_model=loaded.reference_model if checked.reference else None,
-        dropout_modules=loaded.dropout_modules,
-        seed=s.seed,
-        **vars(s.policy),
-    )
+    policy = trained_policy(s, checked, loaded, world)
     early = EarlyRewards(pool := s.rewards.pool(), parts_of(s.rewards.reward))
     draw = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     options = sampler_options(tokenizer, draw, s.sampling, s.data, environments, early.on_completions)
     report(sampler_line(s, checked.config, world.device))
     start = partial(s.sampling.sampler, sampler_context(spec, world, loaded.decoding), options)
     engine = world.together(start, what="starting the sampler")
-    probe = s.sampling.probe and partial(
-        s.sampling.probe,
-        key=prng.fold_in(key, PROBING),
-        max_positions=positions(checked.config),
-        dtype=checked.dtype,
-    )
-    read = partial(
-        given_rollout,
-        tokenizer=tokenizer,
-        device=world.device,
-        demonstration=s.data.demonstration,
-        encode=s.data.encode_prompt,
-    )
-    shown = s.demonstrations and partial(
-        shown_rows, checked.demonstrations, demonstration_key(s), s.demonstrations.rows, read
-    )
+    read, shown = demonstration_readers(s, checked, tokenizer, world)
     with closing(engine), pool, environment_workers:
         yield TrainingRun(
             settings=s,
@@ -199,12 +176,7 @@ def build(
             world=world,
             policy=policy,
             start_model=loaded.reference_model,
-            sampler=AsyncSampler(
-                DataParallelSampler(engine, world, probe),
-                partial(train_problems, task, prng.fold_in(key, DATA)),
-                max_staleness=s.sampling.max_staleness,
-                deadline=s.parallelism.collective_timeout * 5 / 6,  # before the other ranks give up
-            ),
+            sampler=training_sampler(s, checked, engine, task, key, world),
             engine=engine,
             tokenizer=tokenizer,
             algo=run_algorithm(s, task),
@@ -222,6 +194,54 @@ def build(
             ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
             started=started,
         )
+
+
+def trained_policy(settings: Settings, checked: ValidatedPlan, loaded: LoadedModel, world: World) -> FSDPPolicy:
+    """The policy that learns, with its optimizer."""
+    return FSDPPolicy(
+        loaded.logprob_model,
+        world=world,
+        data=loaded.data,
+        reference_model=loaded.reference_model if checked.reference else None,
+        dropout_modules=loaded.dropout_modules,
+        seed=settings.seed,
+        **vars(settings.policy),
+    )
+
+
+def training_sampler(
+    settings: Settings, checked: ValidatedPlan, engine: EngineSampler, task: Task, key: Tensor, world: World
+) -> TrainingSampler:
+    """The engine as a step samples from it: probed, shared among the ranks, ahead by `max_staleness` steps."""
+    probe = settings.sampling.probe and partial(
+        settings.sampling.probe,
+        key=prng.fold_in(key, PROBING),
+        max_positions=positions(checked.config),
+        dtype=checked.dtype,
+    )
+    return AsyncSampler(
+        DataParallelSampler(engine, world, probe),
+        partial(train_problems, task, prng.fold_in(key, DATA)),
+        max_staleness=settings.sampling.max_staleness,
+        deadline=settings.parallelism.collective_timeout * 5 / 6,  # before the other ranks give up
+    )
+
+
+def demonstration_readers(
+    settings: Settings, checked: ValidatedPlan, tokenizer: PreTrainedTokenizerBase, world: World
+) -> tuple[Callable[[Sequence[Problem]], Rollout], Callable[[int], Rollout] | None]:
+    """Problems to rows that are given, and steps taken to the rows beside the sampled ones; None for a run without."""
+    read = partial(
+        given_rollout,
+        tokenizer=tokenizer,
+        device=world.device,
+        demonstration=settings.data.demonstration,
+        encode=settings.data.encode_prompt,
+    )
+    shown = settings.demonstrations and partial(
+        shown_rows, checked.demonstrations, demonstration_key(settings), settings.demonstrations.rows, read
+    )
+    return read, shown
 
 
 def check_ranks(settings: Settings, request: RunRequest, world: World) -> None:
