@@ -78,7 +78,9 @@ def attack_reward(args: argparse.Namespace) -> int:
     named = {name: vars(args)[name] for name in ("rewards", "weights", "reward_knobs", "task", "task_knobs")}
     of_run = bool(args.gin_file or args.gin_param)
     if (of_run and any(named.values())) or (not of_run and not (args.rewards and args.task)):
-        raise ValueError("got neither --reward and --task nor --gin_file alone, wanted either the two or the gin files")
+        raise ValueError(
+            "got neither --reward and --task nor --gin_file alone, expected either the two or the gin files"
+        )
     if of_run:
         from grpo_fn.config import load_config
 

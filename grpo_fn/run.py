@@ -66,10 +66,10 @@ def default_run_dir(gin_file: str, now: datetime, launch: str | None) -> Path:
 def refused_flags(args: argparse.Namespace) -> str | None:
     """Why these flags do not go together, in one line; None where they do."""
     if args.ranks < 1 or args.hosts < 1 or args.ranks % args.hosts:
-        return f"got --ranks {args.ranks} --hosts {args.hosts}, wanted as many ranks on every host, at least one"
+        return f"got --ranks {args.ranks} --hosts {args.hosts}, expected as many ranks on every host, at least one"
     if args.ranks > 1 and not args.dry_run:
         return (
-            f"got --ranks {args.ranks}, wanted --dry_run with it; "
+            f"got --ranks {args.ranks}, expected --dry_run with it; "
             "to train on several devices: torchrun --nproc-per-node N -m grpo_fn.run"
         )
     return None

@@ -68,8 +68,8 @@ def spread_out(draw):
     return group(rewards)
 
 
-def close(got: Tensor, wanted: Tensor, tol: float = 1e-9) -> None:
-    torch.testing.assert_close(got, wanted, rtol=tol, atol=tol)
+def close(got: Tensor, expected: Tensor, tol: float = 1e-9) -> None:
+    torch.testing.assert_close(got, expected, rtol=tol, atol=tol)
 
 
 @each(ADVANTAGES)
@@ -177,8 +177,8 @@ NEVER_NEGATIVE = {"k2", "k3", "k3_ratio"}
 seeds = st.integers(0, 2**31)
 
 
-def exactly(got, wanted) -> None:
-    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+def exactly(got, expected) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 @each(KLS)
@@ -415,9 +415,9 @@ SOME = settings(max_examples=max(3, settings.default.max_examples // 25))
 FEW = settings(max_examples=max(2, settings.default.max_examples // 30))
 
 
-def learned_exactly(got: Learned, wanted: Learned) -> None:
-    torch.testing.assert_close(got.signals, wanted.signals, rtol=1e-12, atol=1e-12)
-    assert got.objective == pytest.approx(wanted.objective, rel=1e-12, abs=1e-12)
+def learned_exactly(got: Learned, expected: Learned) -> None:
+    torch.testing.assert_close(got.signals, expected.signals, rtol=1e-12, atol=1e-12)
+    assert got.objective == pytest.approx(expected.objective, rel=1e-12, abs=1e-12)
 
 
 def in_piles(random, batch: Batch, micro_tokens: int, devices: int) -> list[Tensor]:
@@ -445,8 +445,8 @@ def test_the_number_and_the_size_of_micro_batches_change_nothing(name, step, mic
 @given(step=steps(st.integers(1, 4)), random=st.randoms(use_true_random=False))
 def test_any_rows_in_any_order_may_share_a_micro_batch(name, step, random):
     """An empty micro-batch is nothing, too."""
-    wanted = learn(preset(name), step)
-    learned_exactly(learn(preset(name), step, cut=partial(in_piles, random)), wanted)
+    expected = learn(preset(name), step)
+    learned_exactly(learn(preset(name), step, cut=partial(in_piles, random)), expected)
 
 
 @pytest.mark.parametrize("name", PRESETS)

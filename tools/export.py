@@ -43,7 +43,7 @@ def export(args: argparse.Namespace) -> int:
     disable_progress_bar()
     found = find_run_checkpoint(args.source)
     if args.out.exists():
-        raise ValueError(f"got {args.out}, which exists; wanted a free name")
+        raise ValueError(f"got {args.out}, which exists; expected a free name")
     (export_adapter if args.adapter else export_whole)(found, args.out)
     print(f"{found.path} written to {args.out}")
     return 0

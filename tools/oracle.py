@@ -180,7 +180,7 @@ def run_in_child(spec: str, tree: Path, run_dir: Path) -> None:
     from grpo_fn import run
 
     if Path(run.__file__).parents[1] != tree:
-        sys.exit(f"got the package {run.__file__}, wanted that of {tree}")
+        sys.exit(f"got the package {run.__file__}, expected that of {tree}")
     torch.set_num_threads(THREADS)  # after a fork torch makes its threads anew
     ranks, argv = 1, ["--run_dir", str(run_dir)]
     for part in spec.split():
@@ -308,7 +308,7 @@ def compare(file: Path, names: Sequence[str] | None, *, strict: bool) -> int:
     check_machine(recorded, machine(), file)
     names = names or [*recorded["runs"]]
     if missing := [name for name in names if name not in recorded["runs"] or name not in RUNS]:
-        raise ValueError(f"got the runs {', '.join(missing)}, wanted some that {file} and tools/oracle.py both have")
+        raise ValueError(f"got the runs {', '.join(missing)}, expected some that {file} and tools/oracle.py both have")
     lines, agree = compare_runs(recorded["runs"], make_runs(names), strict=strict)
     print("\n".join(lines))
     return 0 if agree else 1
@@ -332,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = args.only.split(",") if args.only else None
     try:
         if unknown := {*(names or [])} - {*RUNS}:
-            raise ValueError(f"--only: got {', '.join(sorted(unknown))}, wanted some of {', '.join(RUNS)}")
+            raise ValueError(f"--only: got {', '.join(sorted(unknown))}, expected some of {', '.join(RUNS)}")
         if args.command == "record":
             return record(args.file, names or [*RUNS])
         return compare(args.file, names, strict=args.strict)

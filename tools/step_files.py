@@ -59,7 +59,9 @@ def entries_of_a_step() -> tuple[Path, set[tuple[str, int, str]]]:
         params = [word for name, value in small.items() for word in ("--gin_param", f"{name}={value}")]
         status = run.main(["--gin_file", "run/arithmetic.gin", *params, "--run_dir", f"{folder}/run"])
         if status or not recorder.entries:
-            sys.exit(f"error: got exit code {status} after {recorder.calls} calls of take_step, wanted 0 after {STEP}")
+            sys.exit(
+                f"error: got exit code {status} after {recorder.calls} calls of take_step, expected 0 after {STEP}"
+            )
         last = json.loads(Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
         if last["train/skipped_step"]:
             sys.exit("error: no reward differs within a group, and the step is not trained on; enlarge SMALL")

@@ -33,7 +33,7 @@ checks=("$@")
 if ((!$#)); then checks=(strategies offload precision resume seeds faults launch); fi
 for check in "${checks[@]}"; do
   tests_of "$check" >/dev/null || {
-    echo "error: got check '$check', wanted strategies, offload, precision, resume, seeds, faults or launch" >&2
+    echo "error: got check '$check', expected strategies, offload, precision, resume, seeds, faults or launch" >&2
     exit 2
   }
 done

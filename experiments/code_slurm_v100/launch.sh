@@ -19,7 +19,7 @@ fail() {
 
 export RUN_DIR=${RUN_DIR:-runs/code_slurm_v100}
 nodes=${NODES:-1} gpus=${GPUS:-2}
-[[ $nodes =~ ^[1-9][0-9]{0,4}$ ]] || fail "NODES: got '$nodes', wanted a whole number from 1"
+[[ $nodes =~ ^[1-9][0-9]{0,4}$ ]] || fail "NODES: got '$nodes', expected a whole number from 1"
 python=${PYTHON:-}
 if [[ -z $python ]]; then
   python=python3
@@ -27,14 +27,14 @@ if [[ -z $python ]]; then
 fi
 flags=(--gin_file experiments/code_slurm_v100/run.gin "$@")
 count=${GRES:-$gpus} count=${count##*:} # of a node: the number behind a type
-[[ $count =~ ^[1-9][0-9]{0,2}$ ]] || fail "GPUS, GRES: got '${GRES:-$gpus}', wanted a number, or one behind the type: volta:2"
+[[ $count =~ ^[1-9][0-9]{0,2}$ ]] || fail "GPUS, GRES: got '${GRES:-$gpus}', expected a number, or one behind the type: volta:2"
 plan=("$python" -m grpo_fn.run --run_dir "$RUN_DIR" --ranks $((nodes * count)) --hosts "$nodes" "${flags[@]}")
 for word in "$@"; do
   if [[ $word == --dry_run ]]; then exec "${plan[@]}"; fi
 done
 if [[ -e $RUN_DIR/run.json ]]; then "${plan[@]}" --dry_run >/dev/null || exit; fi
 
-command -v sbatch >/dev/null || fail "got no sbatch on PATH, wanted a host of Slurm's; without it: tools/launch/torchrun.sh"
+command -v sbatch >/dev/null || fail "got no sbatch on PATH, expected a host of Slurm's; without it: tools/launch/torchrun.sh"
 options=(--job-name=code_slurm_v100 --nodes="$nodes" --mem="${MEM:-64G}")
 if [[ ${GRES:-} ]]; then options+=(--gres="$GRES"); else options+=(--gpus-per-node="$gpus"); fi
 if [[ ${CONSTRAINT:-} ]]; then options+=(--constraint="$CONSTRAINT"); fi

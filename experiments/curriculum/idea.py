@@ -26,10 +26,10 @@ def task(*, base: Callable[[], Task], stages: Stages, stage_draws: int) -> Task:
     totals = [sum(stage.values()) for stage in stages]
     if not stages or any(n < 0 for stage in stages for n in stage.values()) or not all(totals):
         raise ValueError(
-            f"stages: got {stages!r}, wanted at least one, each with a draw of some level and none below 0"
+            f"stages: got {stages!r}, expected at least one, each with a draw of some level and none below 0"
         )
     if stage_draws < 1 or any(stage_draws % total for total in totals):
-        raise ValueError(f"stage_draws: got {stage_draws}, wanted a multiple of each stage's draws: {totals}")
+        raise ValueError(f"stage_draws: got {stage_draws}, expected a multiple of each stage's draws: {totals}")
     return _over(base(), stages, stage_draws)
 
 
@@ -56,7 +56,7 @@ def _of_level(base: Task, level: int) -> Task:
 
 def _train(parts: Sequence[Task], counts: Sequence[tuple[int, ...]], stage_draws: int, key: Tensor, i: int) -> Problem:
     if i < 0:
-        raise ValueError(f"training index: got {i}, wanted an integer >= 0")
+        raise ValueError(f"training index: got {i}, expected an integer >= 0")
     stage = min(i // stage_draws, len(counts) - 1)
     orders, streams = _keys(frozen_key(key), len(counts), len(parts))
     part, before = part_at(orders[stage], i - stage * stage_draws, counts[stage])

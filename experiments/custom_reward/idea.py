@@ -13,9 +13,9 @@ def right_steps(problem: Problem, completion: Completion) -> float:
     1 for `5+1=6 6+5=11 11+3=14`, 0 for the bare answer; a completion that writes every equation there is gets little.
     """
     values, changes = problem.meta["values"], problem.meta["changes"]
-    wanted = [f"{x}{op}{b}={y}" for x, (op, b), y in zip(values[:-1], changes, values[1:], strict=True)]
+    expected = [f"{x}{op}{b}={y}" for x, (op, b), y in zip(values[:-1], changes, values[1:], strict=True)]
     said = ["{}{}{}={}".format(*step) for step in STEP.findall(completion.text)]
     right = 0
-    while right < min(len(said), len(wanted)) and said[right] == wanted[right]:
+    while right < min(len(said), len(expected)) and said[right] == expected[right]:
         right += 1
-    return right / max(len(said), len(wanted))
+    return right / max(len(said), len(expected))

@@ -29,9 +29,9 @@ for word in "$@"; do
   esac
 done
 model=${model//[\"\']/}
-[[ $model ]] || fail "got no MODEL, wanted one, as in --gin_param MODEL=Qwen/Qwen2.5-1.5B-Instruct"
+[[ $model ]] || fail "got no MODEL, expected one, as in --gin_param MODEL=Qwen/Qwen2.5-1.5B-Instruct"
 ready=${READY_SECONDS:-900}
-[[ $ready =~ ^[1-9][0-9]{0,5}$ ]] || fail "READY_SECONDS: got '$ready', wanted a whole number from 1"
+[[ $ready =~ ^[1-9][0-9]{0,5}$ ]] || fail "READY_SECONDS: got '$ready', expected a whole number from 1"
 
 python=${PYTHON:-}
 if [[ -z $python ]]; then
@@ -65,7 +65,7 @@ stop_server() {
 trap stop_server EXIT
 trap 'exit 143' TERM INT HUP
 
-if answers; then fail "PORT: got $port, where something answers already, wanted a free one"; fi
+if answers; then fail "PORT: got $port, where something answers already, expected a free one"; fi
 IFS=, read -ra cards <<<"${CUDA_VISIBLE_DEVICES:-0,1}"
 # A session of its own: a Ctrl-C is for the training, which may still want an answer before it has saved.
 CUDA_VISIBLE_DEVICES=${cards[-1]} PORT=$port TRANSFER=file PYTHON=$python \
@@ -76,9 +76,9 @@ end=$((SECONDS + ready))
 until answers; do
   if ! kill -0 "$server" 2>/dev/null; then
     tail -n 5 "$log" >&2
-    fail "the evaluation server ended as it started, wanted it to stay ($log; without one: --gin_file engine/local.gin)"
+    fail "the evaluation server ended as it started, expected it to stay ($log; without one: --gin_file engine/local.gin)"
   fi
-  ((SECONDS < end)) || fail "the evaluation server is not ready after $ready s, wanted it sooner ($log; READY_SECONDS)"
+  ((SECONDS < end)) || fail "the evaluation server is not ready after $ready s, expected it sooner ($log; READY_SECONDS)"
   sleep 1
 done
 

@@ -35,7 +35,7 @@ def step(state: Mapping[str, PlainData], message: Message, key: int) -> Step:
     maze, row, column = state["maze"], state["row"], state["column"]
     directions = _WORD.findall(message.content)
     if not directions:
-        answer = f"got no direction, wanted one of {', '.join(DIRECTIONS)}"
+        answer = f"got no direction, expected one of {', '.join(DIRECTIONS)}"
         return Step(state, (Message("user", answer),), ON_THE_WAY, False)
     down, right = DIRECTIONS[directions[-1].lower()]
     if maze[row + down][column + right] == "#":

@@ -265,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = difference(4, adapters=adapters, rows=4, steps=5)
         say(f"{kind(adapters)}: gradients differ by {found.gradient:.1e}, in float64 weights by {found.weight:.1e}")
         if max(found) > TOLERANCE:
-            say(f"got {max(found):.1e}, wanted at most {TOLERANCE:.0e}: a slice is not its separate run")
+            say(f"got {max(found):.1e}, expected at most {TOLERANCE:.0e}: a slice is not its separate run")
             return 1
     say("| model | rows | K | together, ms | apart, eager, ms | apart, SDPA, ms | eager / together | SDPA / together |")
     say("|" + "---|" * 8)

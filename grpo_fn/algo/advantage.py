@@ -155,7 +155,7 @@ def pass_at_k(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, k: int, t
         ValueError: k is less than 1.
     """
     if k < 1:
-        raise ValueError(f"k: got {k}, wanted at least 1")
+        raise ValueError(f"k: got {k}, expected at least 1")
     _check_group(reward)
     solved = valid & (reward >= threshold)
     count, won = valid.sum().to(reward.dtype), solved.sum().to(reward.dtype)
@@ -276,6 +276,6 @@ def label_weights(logp: Float[Tensor, "G T"], group: Batch, *, tau: float) -> Fl
 def _check_group(reward: Tensor) -> None:
     if reward.ndim != 1:
         raise ValueError(
-            f"advantage: got rewards of shape {tuple(reward.shape)}, wanted those of one group, [G]: torch.func.vmap "
+            f"advantage: got rewards of shape {tuple(reward.shape)}, expected those of one group, [G]: torch.func.vmap "
             "takes the function over all groups"
         )

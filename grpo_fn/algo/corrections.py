@@ -135,7 +135,7 @@ def off_policy_sequence_mask(logp: Float[Tensor, "T"], row: Batch, *, delta: flo
         ValueError: delta is less than 0.
     """
     if not delta >= 0:
-        raise ValueError(f"delta: got {delta}, wanted at least 0, or samples of the policy itself are masked")
+        raise ValueError(f"delta: got {delta}, expected at least 0, or samples of the policy itself are masked")
     behind = over.mean(log_ratio(row.logp_sampled, logp, row.mask), row.mask, dim=-1)
     return torch.where(row.mask & (row.adv < 0) & (behind > delta), 0.0, torch.ones_like(logp)).detach()
 
@@ -189,7 +189,7 @@ def rejected_row(
     """
     if not low <= 0 <= high:
         raise ValueError(
-            f"low, high: got {low} and {high}, wanted low <= 0 <= high, or samples of the policy itself are left out"
+            f"low, high: got {low} and {high}, expected low <= 0 <= high, or samples of the policy itself are left out"
         )
     apart = reduction(divergence(_log_w(row)), row.mask)
     return torch.where(row.mask & ((apart < low) | (apart > high)), 0.0, torch.ones_like(logp))
@@ -215,7 +215,7 @@ def outlier_row(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float
     """
     if not 0 <= low <= 1 <= high:
         raise ValueError(
-            f"low, high: got {low} and {high}, wanted 0 <= low <= 1 <= high, or samples of the policy itself are out"
+            f"low, high: got {low} and {high}, expected 0 <= low <= 1 <= high, or samples of the policy itself are out"
         )
     w = capped_exp(_log_w(row)).exp()  # 1 where nothing was sampled
     return torch.where(row.mask & ((w < low) | (w > high)).any(), 0.0, torch.ones_like(logp))
@@ -283,11 +283,12 @@ def _within(w: Float[Tensor, "T"], low: float, high: float) -> Float[Tensor, "T"
 
 def _check_cap(cap: float) -> None:
     if not cap >= 1:
-        raise ValueError(f"cap: got {cap}, wanted at least 1, or samples of the policy itself lose weight")
+        raise ValueError(f"cap: got {cap}, expected at least 1, or samples of the policy itself lose weight")
 
 
 def _check_range(low: float, high: float) -> None:
     if not 0 <= low <= 1 <= high:
         raise ValueError(
-            f"low, high: got {low} and {high}, wanted 0 <= low <= 1 <= high, or samples of the policy itself are masked"
+            f"low, high: got {low} and {high}, expected 0 <= low <= 1 <= high, or samples of the policy itself are "
+            "masked"
         )

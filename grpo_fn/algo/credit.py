@@ -243,7 +243,7 @@ def per_part(
     reward = scored.reward
     unknown = sorted(weights.keys() - reward.parts.keys())
     if unknown or not weights:
-        raise ValueError(f"weights: got parts {unknown}, wanted some of {sorted(reward.parts)}")
+        raise ValueError(f"weights: got parts {unknown}, expected some of {sorted(reward.parts)}")
     compared = [w * vmap(advantage)(reward.parts[name], reward.valid) for name, w in weights.items()]
     return over_tokens(torch.stack(compared).sum(0), scored.mask)
 

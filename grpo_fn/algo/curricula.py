@@ -39,7 +39,7 @@ def begin_curriculum(curriculum: Curriculum, arms: int, key: Int[Tensor, "2"]) -
     """The state before the first step: no arm has had a turn. Raises ValueError for a task without arms."""
     if arms < 1:
         raise ValueError(
-            "train.train.curriculum: got a task without arms to choose among, wanted one that has them: "
+            "train.train.curriculum: got a task without arms to choose among, expected one that has them: "
             "@mixture.arms, @mixture.levels or @mixture.rows as sections.Data.task"
         )
     return CurriculumState(torch.zeros(arms, dtype=torch.int64), curriculum.start(arms, key))
@@ -68,7 +68,7 @@ def sample_and_follow(
     rates = curriculum.pass_rate(sampled.fresh.reward)
     if rates.shape != (len(uids),):
         raise ValueError(
-            f"curriculum.pass_rate: got shape {[*rates.shape]}, wanted [{len(uids)}], one for each problem"
+            f"curriculum.pass_rate: got shape {[*rates.shape]}, expected [{len(uids)}], one for each problem"
         )
     after = update_curriculum(curriculum, before, uids, rates)
     figures = curriculum_figures(curriculum, labels, before, after, uids, rates)
@@ -100,10 +100,10 @@ def check_arms(chosen: object, count: int, arms: int) -> list[int]:
     """The chosen arms as integers. Raises ValueError unless they are `count` integers in 0 .. arms - 1."""
     got = f"{chosen.dtype} of shape {[*chosen.shape]}" if isinstance(chosen, Tensor) else type(chosen).__name__
     if not isinstance(chosen, Tensor) or chosen.dtype != torch.int64 or chosen.shape != (count,):
-        raise ValueError(f"curriculum.select: got {got}, wanted torch.int64 of shape [{count}]")
+        raise ValueError(f"curriculum.select: got {got}, expected torch.int64 of shape [{count}]")
     odd = [arm for arm in chosen.tolist() if not 0 <= arm < arms]
     if odd:
-        raise ValueError(f"curriculum.select: got arm {odd[0]}, wanted 0 to {arms - 1}")
+        raise ValueError(f"curriculum.select: got arm {odd[0]}, expected 0 to {arms - 1}")
     return chosen.tolist()
 
 
@@ -122,11 +122,11 @@ def update_curriculum(
     return CurriculumState(state.turns + arms.bincount(minlength=len(state.turns)), arrays)
 
 
-def check_arrays(got: Arrays, wanted: Arrays, what: str) -> None:
+def check_arrays(got: Arrays, expected: Arrays, what: str) -> None:
     """Raise ValueError unless arrays have the names, shapes and dtypes of others; `what` made them."""
-    shown = [{name: f"{x.dtype} {[*x.shape]}" for name, x in some.items()} for some in (got, wanted)]
+    shown = [{name: f"{x.dtype} {[*x.shape]}" for name, x in some.items()} for some in (got, expected)]
     if shown[0] != shown[1]:
-        raise ValueError(f"{what}: got arrays {shown[0]}, wanted {shown[1]}")
+        raise ValueError(f"{what}: got arrays {shown[0]}, expected {shown[1]}")
 
 
 def curriculum_figures(
@@ -186,7 +186,7 @@ def part_at_least(reward: Reward, *, part: str, threshold: float) -> Float[Tenso
         ValueError: for a part that the reward does not have.
     """
     if part not in reward.parts:
-        raise ValueError(f"part: got {part!r}, wanted one of {', '.join(reward.parts) or 'none'}")
+        raise ValueError(f"part: got {part!r}, expected one of {', '.join(reward.parts) or 'none'}")
     return _share(reward.parts[part] >= threshold, reward.valid)
 
 
@@ -343,7 +343,7 @@ def _check_shares(**knobs: tuple[bool, int | float]) -> None:
     }
     for name, (fits, value) in knobs.items():
         if not fits:
-            raise ValueError(f"curricula {name}: got {value}, wanted {ranges[name]}")
+            raise ValueError(f"curricula {name}: got {value}, expected {ranges[name]}")
 
 
 def _check_bandit(temperature: float, decay: float, floor: float) -> None:
@@ -479,10 +479,11 @@ def pool_in_band(
         ValueError: for numbers outside of these ranges.
     """
     if size < 1 or min_asked < 1:
-        raise ValueError(f"pool_in_band: got size {size} and min_asked {min_asked}, wanted at least 1 of each")
+        raise ValueError(f"pool_in_band: got size {size} and min_asked {min_asked}, expected at least 1 of each")
     if not (0 <= low <= high <= 1 and 0 <= decay < 1):
         raise ValueError(
-            f"pool_in_band: got low {low}, high {high}, decay {decay}, wanted 0 <= low <= high <= 1 and 0 <= decay < 1"
+            f"pool_in_band: got low {low}, high {high}, decay {decay}, expected 0 <= low <= high <= 1 and 0 <= decay "
+            "< 1"
         )
     return Curriculum(
         start=partial(_start_pool, size),

@@ -85,7 +85,7 @@ def dual_clip(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_hig
         ValueError: cap is not above 1.
     """
     if cap <= 1:
-        raise ValueError(f"cap: got {cap}, wanted more than 1, or bad tokens teach nothing on-policy")
+        raise ValueError(f"cap: got {cap}, expected more than 1, or bad tokens teach nothing on-policy")
     r = ratio(logp, row.logp_old, row.mask)
     adv = _adv(row)
     loss, diagnostics = _clipped(r, row, clip_low, clip_high)
@@ -164,7 +164,7 @@ def sapo(logp: Float[Tensor, "T"], row: Batch, *, tau_positive: float, tau_negat
         ValueError: one of the two is not above 0.
     """
     if min(tau_positive, tau_negative) <= 0:
-        raise ValueError(f"tau: got {tau_positive} and {tau_negative}, wanted more than 0")
+        raise ValueError(f"tau: got {tau_positive} and {tau_negative}, expected more than 0")
     r, adv = ratio(logp, row.logp_old, row.mask), _adv(row)
     good, bad = ((4 / tau) * torch.sigmoid(tau * (r - 1)) for tau in (tau_positive, tau_negative))
     return -torch.where(adv > 0, good, bad) * adv, loss_diagnostics(r, False, False)
@@ -296,7 +296,7 @@ def vespo(
         ValueError: a lambda is not above 0.
     """
     if min(lambda_positive, lambda_negative) <= 0:
-        raise ValueError(f"lambda: got {lambda_positive} and {lambda_negative}, wanted more than 0")
+        raise ValueError(f"lambda: got {lambda_positive} and {lambda_negative}, expected more than 0")
     adv, log_r = sampled_values(row.adv, row), log_ratio(logp, row.logp_sampled, row.mask)
     log_w = log_r.detach().clamp(-TOKEN_LIMIT, TOKEN_LIMIT).sum(-1, keepdim=True).clamp(ROW_FLOOR, TOKEN_LIMIT)
     good, bad = (
@@ -376,7 +376,7 @@ def dro(logp: Float[Tensor, "T"], row: Batch, *, beta: float) -> Loss:
         ValueError: beta is not above 0.
     """
     if beta <= 0:
-        raise ValueError(f"beta: got {beta}, wanted more than 0: without it this is losses.reinforce")
+        raise ValueError(f"beta: got {beta}, expected more than 0: without it this is losses.reinforce")
     log_r = log_ratio(logp, row.logp_old, row.mask)
     loss = -sampled_values(row.adv, row) * sampled_values(logp, row) + beta / 2 * log_r**2
     return loss, loss_diagnostics(capped_exp(log_r).exp(), False, False)
@@ -416,9 +416,9 @@ def future_weighted(
         ValueError: half_life is not above 0, not weight_low <= 1 <= weight_high, or cap is not above 1.
     """
     if half_life <= 0:
-        raise ValueError(f"half_life: got {half_life}, wanted more than 0 tokens")
+        raise ValueError(f"half_life: got {half_life}, expected more than 0 tokens")
     if not 0 <= weight_low <= 1 <= weight_high:
-        raise ValueError(f"weight_low, weight_high: got {weight_low} and {weight_high}, wanted 0 <= low <= 1 <= high")
+        raise ValueError(f"weight_low, weight_high: got {weight_low} and {weight_high}, expected 0 <= low <= 1 <= high")
     clips = {"clip_low": clip_low, "clip_high": clip_high}
     loss, diagnostics = clipped_ratio(logp, row, **clips) if cap is None else dual_clip(logp, row, **clips, cap=cap)
     log_r, r = log_ratio(logp, row.logp_old, row.mask).detach(), diagnostics["ratio"].detach()
@@ -453,7 +453,7 @@ def sampled_values(x: Float[Tensor, "*T"], row: Batch) -> Float[Tensor, "T"]:
     """The value where the row's mask is set, 0 elsewhere. Raises ValueError for a batch in the place of a row."""
     if row.mask.ndim != 1:
         raise ValueError(
-            f"loss: got a mask of shape {tuple(row.mask.shape)}, wanted that of one row, [T]: torch.func.vmap takes "
+            f"loss: got a mask of shape {tuple(row.mask.shape)}, expected that of one row, [T]: torch.func.vmap takes "
             "the function over all rows"
         )
     return torch.where(row.mask, x, 0.0)

@@ -82,7 +82,7 @@ def second_moment_tokens(batch: Batch, key: Int[Tensor, "B 2"], *, limit: float)
         ValueError: limit is not above 0.
     """
     if not limit > 0:
-        raise ValueError(f"limit: got {limit}, wanted more than 0, or samples of the policy itself are left out")
+        raise ValueError(f"limit: got {limit}, expected more than 0, or samples of the policy itself are left out")
     square = torch.where(batch.mask, (batch.logp_old.double() - batch.logp_sampled.double()) ** 2, 0.0)
     nearest_first = square[batch.mask].sort().values
     number = torch.arange(1, len(nearest_first) + 1, device=square.device)
@@ -109,7 +109,7 @@ def _draws(batch: Batch, key: Int[Tensor, "B 2"]) -> Float[Tensor, "B T"]:
 def _count(batch: Batch, share: float) -> int:
     """floor(share N) of the step's N sampled tokens, at least 1 unless share is 0."""
     if not 0 <= share <= 1:
-        raise ValueError(f"share: got {share}, wanted 0 to 1")
+        raise ValueError(f"share: got {share}, expected 0 to 1")
     tokens = int(batch.mask.sum())
     return max(1, int(share * tokens)) if share and tokens else 0
 

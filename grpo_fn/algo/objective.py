@@ -290,7 +290,7 @@ def prompt_mean(batch: Batch, totals: Totals) -> Float[Tensor, "B T"]:
 
 
 def adaptive_kl(gain: float, measured: float, *, target: float, rate: float, limit: float) -> float:
-    """gain (1 + rate e), e = measured / target - 1 clipped to [-limit, limit]: more KL than wanted raises its price.
+    """gain (1 + rate e), e = measured / target - 1 clipped to [-limit, limit]: a KL above the target raises its price.
 
     The proportional controller of Ziegler et al. (arXiv:1909.08593, section 2.2), with rate 0.1 and limit 0.2 there.
     Their KL is a whole sequence's, ours a token's. The gain stays positive.
@@ -299,7 +299,7 @@ def adaptive_kl(gain: float, measured: float, *, target: float, rate: float, lim
     Peers: verl `AdaptiveKLController`, OpenRLHF: rate = rows / horizon, KL of a sequence.
 
     Args:
-        target: KL wanted, in nats a token.
+        target: KL expected, in nats a token.
         rate: relative change of the gain per unit of e.
         limit: largest |e|.
 
@@ -307,7 +307,9 @@ def adaptive_kl(gain: float, measured: float, *, target: float, rate: float, lim
         ValueError: target is not above 0, or rate * limit not in [0, 1).
     """
     if target <= 0 or not 0 <= rate * limit < 1:
-        raise ValueError(f"target, rate, limit: got {target}, {rate}, {limit}, wanted target > 0, 0 <= rate limit < 1")
+        raise ValueError(
+            f"target, rate, limit: got {target}, {rate}, {limit}, expected target > 0, 0 <= rate limit < 1"
+        )
     return gain * (1 + rate * min(limit, max(-limit, measured / target - 1)))
 
 
@@ -321,7 +323,7 @@ def adaptive_entropy(gain: float, measured: float, *, target: float, step: float
     Peers: there the bonus is off while entropy is above the target.
 
     Args:
-        target: entropy wanted, in nats a token.
+        target: entropy expected, in nats a token.
         step: change of the gain at each step.
         highest: largest gain.
 
@@ -329,7 +331,7 @@ def adaptive_entropy(gain: float, measured: float, *, target: float, step: float
         ValueError: step is not above 0, or highest is below 0.
     """
     if step <= 0 or highest < 0:
-        raise ValueError(f"step, highest: got {step}, {highest}, wanted step > 0 and highest >= 0")
+        raise ValueError(f"step, highest: got {step}, {highest}, expected step > 0 and highest >= 0")
     return min(highest, max(0.0, gain + (step if measured < target else -step)))
 
 

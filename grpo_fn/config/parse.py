@@ -105,7 +105,7 @@ def plain_value(value: Any) -> Any:
             if registered.wrapped is gin.config.macro:
                 return Macro("/".join(scopes))
             if registered.module == "gin":
-                raise ValueError(f"got {value!r}, wanted a value, a macro or a function: gin's own are not supported")
+                raise ValueError(f"got {value!r}, expected a value, a macro or a function: gin's own are not supported")
             return Reference(registered.wrapped, tuple(scopes), evaluate)
         case dict():
             return {plain_value(key): plain_value(item) for key, item in value.items()}
@@ -121,7 +121,7 @@ def lookup_problem(target: Any) -> Iterator[str]:
     except (AttributeError, KeyError):
         by_name = None
     if by_name != target:
-        yield f"{full_name(target)}: got {target!r}, not found by that name; wanted a function or class of a module"
+        yield f"{full_name(target)}: got {target!r}, not found by that name; expected a function or class of a module"
 
 
 class Listener(config_parser.ParserDelegate):
@@ -142,7 +142,7 @@ def scan_imports(file: str, chain: tuple[Path, ...], bindings: Bindings, imports
     """Note imports and macros of a file and its includes; syntax errors show before any module is imported."""
     path = find(file, chain)
     if path in chain:
-        raise ValueError(f"{chain[-1]}: got an include of {path}, which includes this file, wanted no circle")
+        raise ValueError(f"{chain[-1]}: got an include of {path}, which includes this file, expected no circle")
     listener, dynamic = Listener(), False
     with open(path, encoding="utf-8") as text:
         try:
@@ -170,9 +170,11 @@ def check_functions(selectors: Sequence[str], at: str, dynamic: bool) -> None:
     """Raise ValueError unless each is module.function, and nothing is named before dynamic registration is on."""
     for selector in selectors:
         if not dynamic:
-            raise ValueError(f"{at}: got {selector}, wanted a line `{DYNAMIC_LINE}` before it")
+            raise ValueError(f"{at}: got {selector}, expected a line `{DYNAMIC_LINE}` before it")
         if "." not in selector:
-            raise ValueError(f"{at}: got {selector}, wanted module.function (and module.function.knob to bind a knob)")
+            raise ValueError(
+                f"{at}: got {selector}, expected module.function (and module.function.knob to bind a knob)"
+            )
 
 
 def find(file: str, chain: tuple[Path, ...]) -> Path:
@@ -185,7 +187,7 @@ def find(file: str, chain: tuple[Path, ...]) -> Path:
     if both and not here.samefile(ours):
         raise ValueError(
             f"{chain[-1]}: got an include of {file}, and a file {here.absolute()} that gin would read in its place; "
-            "wanted another name for that one"
+            "expected another name for that one"
         )
     for path in (here, ours):
         if path.is_file():
@@ -193,7 +195,7 @@ def find(file: str, chain: tuple[Path, ...]) -> Path:
     files = [str(path.relative_to(GIN_FOLDER)) for path in GIN_FOLDER.rglob("*.gin")]
     by = f"{chain[-1]}: " if chain else ""
     raise FileNotFoundError(
-        f"{by}got {file!r}, wanted a gin file, from here or from {GIN_FOLDER}{suggest_name(file, files)}"
+        f"{by}got {file!r}, expected a gin file, from here or from {GIN_FOLDER}{suggest_name(file, files)}"
     )
 
 
@@ -205,14 +207,14 @@ def param_statement(param: str, bindings: Bindings, imports: list[ImportStatemen
     flag, listener = f"--gin_param {param!r}", Listener()
     name, equals, value = (part.strip() for part in param.partition("="))
     if not equals or not NAME.fullmatch(name):
-        raise ValueError(f"{flag}: got {param!r}, wanted NAME=VALUE for a macro or module.function.knob=VALUE")
+        raise ValueError(f"{flag}: got {param!r}, expected NAME=VALUE for a macro or module.function.knob=VALUE")
     try:
         (_,) = ConfigParser(f"{name} = {value}\n", listener)
     except (SyntaxError, tokenize.TokenError, ValueError) as error:
         spelled = value.capitalize() if value.capitalize() in ("True", "False", "None") else ""
         if "." in name or not value or spelled or value.startswith(OPENERS):
             hint = spelled or 'such as 3, 1e-6, "text", [1, 2], %MACRO or @module.function'
-            raise ValueError(f"{flag}: got {value!r}, wanted a gin value: {hint}") from error
+            raise ValueError(f"{flag}: got {value!r}, expected a gin value: {hint}") from error
         value = repr(value)
     if "." in name:
         listener.functions.append(name.rpartition("/")[2].rpartition(".")[0])
@@ -236,8 +238,8 @@ def imports_of(name: str, flag: str, imports: list[ImportStatement]) -> list[str
         return [line.format() for line in named]
     names = sorted({line.bound_name() for line in modules})
     got = f"{name}, which stands for {' and for '.join(sorted(meanings))}" if meanings else name
-    wanted = f"a module that the gin files import, one meaning each: {comma_list(names)}"
-    raise ValueError(f"{flag}: got {got}, wanted {wanted}{suggest_name(name, names)}")
+    expected = f"a module that the gin files import, one meaning each: {comma_list(names)}"
+    raise ValueError(f"{flag}: got {got}, expected {expected}{suggest_name(name, names)}")
 
 
 def parse(parser: Callable[[str], Any], what: str, flag: str) -> None:

@@ -119,17 +119,17 @@ def complain(problems: Sequence[str]) -> None:
 Supplied = Mapping[str, Collection[str]]
 
 
-def resolve(bindings: Bindings, root: Callable[..., Any], supplied: Supplied, wanted: Collection[str]) -> Node:
-    """The root with all of the wanted knobs that it would receive. Raises ValueError with all that is missing or wrong.
+def resolve(bindings: Bindings, root: Callable[..., Any], supplied: Supplied, expected: Collection[str]) -> Node:
+    """The root with all knobs of `expected` that it would receive. Raises ValueError with all that is missing or wrong.
 
     Knobs bound in a file for a function that the root never reaches are no error: an include may set the knobs of a
-    function which a later include replaces. Those bound on the command line are, where all of the root is wanted.
+    function which a later include replaces. Those bound on the command line are, where all of the root is resolved.
     """
     complain(list(unused_macros(bindings)))
-    resolver = Resolver(bindings, supplied, wanted)
+    resolver = Resolver(bindings, supplied, expected)
     node = resolver.node(Reference(root, (), False), (), (), ())
     complain(resolver.problems)
-    if set(knobs_of(root)) <= set(wanted):
+    if set(knobs_of(root)) <= set(expected):
         complain(list(unused_params(bindings, resolver.reached)))
     return node
 
@@ -155,7 +155,7 @@ def unused_params(bindings: Bindings, reached: Collection[tuple[str, Callable[..
         for knob, flag in knobs.items():
             owners = [f"{gin_name(other)}.{knob}" for other in used - {target} if knob in knobs_of(other)]
             hint = suggest_name(f"{gin_name(target)}.{knob}", owners)
-            yield f"{flag}: the run does not use {gin_name(target)}{where}, wanted a knob that has an effect{hint}"
+            yield f"{flag}: the run does not use {gin_name(target)}{where}, expected a knob that has an effect{hint}"
 
 
 def gin_name(target: Callable[..., Any]) -> str:
@@ -183,8 +183,8 @@ def fill_macros(bindings: Bindings, standing_for: Mapping[str, str]) -> None:
 class Resolver:
     """Walks from the root and collects what is wrong, so that all of it is reported at once; `...` stands for it."""
 
-    def __init__(self, bindings: Bindings, supplied: Supplied, wanted: Collection[str]) -> None:
-        self.bindings, self.supplied, self.wanted = bindings, supplied, wanted  # the last two are the root's
+    def __init__(self, bindings: Bindings, supplied: Supplied, expected: Collection[str]) -> None:
+        self.bindings, self.supplied, self.expected = bindings, supplied, expected  # the last two are the root's
         self.problems: list[str] = []
         self.reached: set[tuple[str, Callable[..., Any]]] = set()  # scopes and functions whose knobs are looked up
 
@@ -209,7 +209,7 @@ class Resolver:
         if plain is ... or isinstance(plain, (str, int, float, bool, type(None))):
             return plain
         what = f"@{full_name(plain.target)}" if isinstance(plain, Node) else repr(plain)
-        self.problems.append(f"{trail[-1]}: got {what} as a key of a dictionary, wanted text or a number")
+        self.problems.append(f"{trail[-1]}: got {what} as a key of a dictionary, expected text or a number")
         return ...
 
     def node(self, ref: Reference, scope: tuple[str, ...], supplied: Collection[str], trail: tuple[str, ...]) -> Any:
@@ -220,7 +220,7 @@ class Resolver:
         prefixes = ["/".join(scope[:depth]) for depth in range(len(scope) + 1)]
         self.reached.update((prefix, ref.target) for prefix in prefixes)
         bound = reduce(dict.__or__, (self.bindings.knobs.get((prefix, ref.target), {}) for prefix in prefixes))
-        left = () if trail else parameters.keys() - self.wanted
+        left = () if trail else parameters.keys() - self.expected
         bound = {knob: value for knob, value in bound.items() if knob not in left}
         self.problems += [*missing(ref, label, bound, {*supplied, *left}), *not_taken(ref, label, supplied, trail)]
         by_knob = getattr(ref.target, "SUPPLIED", {}) if trail else self.supplied
@@ -234,14 +234,14 @@ class Resolver:
         if name in self.bindings.macros:
             return self.value(self.bindings.macros[name], scope, supplied, (*trail, f"%{name}"))
         self.problems.append(
-            f"{name}: got no value for this macro (used at {self.bindings.used_at[name]} by {trail[-1]}), wanted "
+            f"{name}: got no value for this macro (used at {self.bindings.used_at[name]} by {trail[-1]}), expected "
             f"--gin_param '{name}=...' or a line `{name} = ...` in a gin file{suggest_name(name, self.bindings.macros)}"
         )
         return ...
 
     def circle(self, again: str, trail: tuple[str, ...]) -> Any:
         steps = [*trail[trail.index(again) :], again]
-        self.problems.append(f"{again}: got a circle, {' -> '.join(steps)}; wanted a value that does not need itself")
+        self.problems.append(f"{again}: got a circle, {' -> '.join(steps)}; expected a value that does not need itself")
         return ...
 
 
@@ -266,9 +266,10 @@ def bad_names(label: str, target: Callable[..., Any], knobs: Iterable[str]) -> I
         if knob in allowed:
             continue
         if knob in parameters:
-            yield f"{label}: got a binding for {knob}, which is data (positional), wanted a keyword-only parameter"
+            yield f"{label}: got a binding for {knob}, which is data (positional), expected a keyword-only parameter"
         elif not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            yield f"{label}: got a binding for {knob}, wanted one of {comma_list(allowed)}{suggest_name(knob, allowed)}"
+            hint = suggest_name(knob, allowed)
+            yield f"{label}: got a binding for {knob}, expected one of {comma_list(allowed)}{hint}"
 
 
 def missing(ref: Reference, label: str, bound: Collection[str], supplied: Collection[str]) -> Iterator[str]:
@@ -278,11 +279,11 @@ def missing(ref: Reference, label: str, bound: Collection[str], supplied: Collec
     knobs = [name for name, kind in unbound.items() if kind is Parameter.KEYWORD_ONLY]
     data = [name for name, kind in unbound.items() if kind.name.startswith("POSITIONAL")]
     if knobs:
-        yield f"{label}: got no value for {', '.join(knobs)}, wanted each bound in a gin file or with --gin_param"
+        yield f"{label}: got no value for {', '.join(knobs)}, expected each bound in a gin file or with --gin_param"
     if ref.call and data:
-        yield f"@{label}(): got no value for {', '.join(data)}, wanted @{label} without (), for its caller to pass them"
+        yield f"@{label}(): got no value for {', '.join(data)}, expected @{label} without (): its caller passes them"
     for name in sorted(set(bound) & set(supplied)):
-        yield f"{label}: got a binding for {name}, wanted none, as the program passes it"
+        yield f"{label}: got a binding for {name}, expected none, as the program passes it"
 
 
 def not_taken(ref: Reference, label: str, supplied: Collection[str], trail: tuple[str, ...]) -> Iterator[str]:
@@ -292,7 +293,7 @@ def not_taken(ref: Reference, label: str, supplied: Collection[str], trail: tupl
     if names and parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         yield (
             f"{label}: got a function of ({', '.join(parameters)}) in a knob of {trail[-1]}, which passes it "
-            f"{', '.join(names)}; wanted one that takes this too"
+            f"{', '.join(names)}; expected one that takes this too"
         )
 
 
@@ -304,7 +305,7 @@ def type_problem(label: str, parameter: Parameter | None, value: Any) -> Iterato
     fits = isinstance(value, (int, float) if expected is float else expected)
     if not fits or (isinstance(value, bool) and expected is not bool):
         got = f"@{full_name(value.target)}" if isinstance(value, Node) else f"{value!r} ({type(value).__name__})"
-        yield f"{label}.{parameter.name}: got {got}, wanted {expected.__name__}"
+        yield f"{label}.{parameter.name}: got {got}, expected {expected.__name__}"
 
 
 # -- resolved values to plain Python: partials that pickle, compile and mean the same wherever they are called
@@ -377,8 +378,8 @@ def _knob(text: str, flag: str) -> tuple[str, Any]:
     try:
         return name, literal_eval(value)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        wanted = "KNOB=VALUE, the value as in Python, text in quotes, or @module.function"
-        raise ValueError(f"{flag}: got {text!r}, wanted {wanted}") from error
+        expected = "KNOB=VALUE, the value as in Python, text in quotes, or @module.function"
+        raise ValueError(f"{flag}: got {text!r}, expected {expected}") from error
 
 
 def _bound(name: str, knobs: Mapping[str, Any], path: str, flag: str, short: Sequence[str]) -> Callable[..., Any]:
@@ -391,7 +392,7 @@ def _bound(name: str, knobs: Mapping[str, Any], path: str, flag: str, short: Seq
     for knob in of_functions:
         owner = knob.partition(".")[0]
         if not isinstance(own.get(owner), _At):
-            raise ValueError(f"{flag} {path}{knob}: got a knob of no function, wanted {owner}=@... too")
+            raise ValueError(f"{flag} {path}{knob}: got a knob of no function, expected {owner}=@... too")
     for knob, value in own.items():
         if isinstance(value, _At):
             inner = {k.removeprefix(f"{knob}."): v for k, v in of_functions.items() if k.startswith(f"{knob}.")}
@@ -400,24 +401,24 @@ def _bound(name: str, knobs: Mapping[str, Any], path: str, flag: str, short: Seq
     complain([text for knob, value in own.items() for text in type_problem(label, parameters.get(knob), value)])
     unbound = [knob for knob, p in parameters.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     if missing := [knob for knob in unbound if knob not in own]:
-        wanted = f"{flag} {path}{missing[0]}=VALUE"
-        raise ValueError(f"{name}: got no value for {comma_list(missing)}, wanted {wanted}")
+        expected = f"{flag} {path}{missing[0]}=VALUE"
+        raise ValueError(f"{name}: got no value for {comma_list(missing)}, expected {expected}")
     return partial(fn, **own) if own else fn
 
 
 def _function(name: str, short: Sequence[str]) -> Callable[..., Any]:
     module, _, function = name.rpartition(".")
     if not module or not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"got {name!r}, wanted {comma_list(short)} or module.function{suggest_name(name, short)}")
+        raise ValueError(f"got {name!r}, expected {comma_list(short)} or module.function{suggest_name(name, short)}")
     search_working_folder()
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and something that it imports is not
-        raise ValueError(f"got {name!r}, wanted a module that can be imported: {error}") from error
+        raise ValueError(f"got {name!r}, expected a module that can be imported: {error}") from error
     fn = getattr(imported, function, None)
     if not callable(fn):
         functions = [other for other, value in vars(imported).items() if callable(value) and not other.startswith("_")]
-        raise ValueError(f"got {name!r}, wanted a function of {module}{suggest_name(function, functions)}")
+        raise ValueError(f"got {name!r}, expected a function of {module}{suggest_name(function, functions)}")
     return fn

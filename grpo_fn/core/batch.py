@@ -213,7 +213,7 @@ def by_reading(
     device.
     """
     if devices < 1:
-        raise ValueError(f"devices: got {devices}, wanted at least 1")
+        raise ValueError(f"devices: got {devices}, expected at least 1")
     device, tokens, mask = mask.device, tokens.cpu(), mask.cpu()  # one copy, not three waits for each row
     spans = share_prompts(tokens, mask)
     limit = min(micro_tokens, -(-int((spans.end - spans.start).sum()) // devices))
@@ -263,7 +263,7 @@ LEAST_LOGP = math.log(torch.finfo(torch.float32).smallest_normal * torch.finfo(t
 
 
 def check_rollout(rollout: Rollout) -> None:
-    """Raise ValueError, saying got and wanted, unless the rollout's fields agree and each row sampled something.
+    """Raise ValueError, saying got and expected, unless the rollout's fields agree and each row sampled something.
 
     A sampled token is at least as likely as float32's smallest number: none below is ever drawn, so a log-prob below
     LEAST_LOGP is not of what was sampled. Its ratio would end at the largest that `losses.capped_exp` lets through,
@@ -273,23 +273,23 @@ def check_rollout(rollout: Rollout) -> None:
     for name in ("mask", "logp_sampled"):
         got = getattr(rollout, name).shape
         if got != shape:
-            raise ValueError(f"got rollout.{name} {tuple(got)}, wanted the shape of tokens, {tuple(shape)}")
+            raise ValueError(f"got rollout.{name} {tuple(got)}, expected the shape of tokens, {tuple(shape)}")
     if len(rollout.text) != shape[0] or rollout.truncated.shape != shape[:1]:
         raise ValueError(
-            f"got {len(rollout.text)} texts and truncated {tuple(rollout.truncated.shape)}, wanted {shape[0]} of each"
+            f"got {len(rollout.text)} texts and truncated {tuple(rollout.truncated.shape)}, expected {shape[0]} of each"
         )
     if len(rollout.turns) not in (0, shape[0]):
-        raise ValueError(f"got turns of {len(rollout.turns)} rows, wanted those of {shape[0]}, or none")
+        raise ValueError(f"got turns of {len(rollout.turns)} rows, expected those of {shape[0]}, or none")
     if rollout.mask[:, 0].any():
-        raise ValueError("got a row whose first token is marked as sampled, wanted a prompt token before it")
+        raise ValueError("got a row whose first token is marked as sampled, expected a prompt token before it")
     if not rollout.mask.any(-1).all():
         empty = int((~rollout.mask.any(-1)).nonzero()[0, 0])
-        raise ValueError(f"got row {empty} without a sampled token, wanted at least one (EOS counts)")
+        raise ValueError(f"got row {empty} without a sampled token, expected at least one (EOS counts)")
     bad = rollout.mask & ~((rollout.logp_sampled <= 0) & (rollout.logp_sampled >= LEAST_LOGP))
     if bad.any():
         b, t = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"got logp_sampled {float(rollout.logp_sampled[b, t])} at row {b}, token {t}; wanted a finite "
+            f"got logp_sampled {float(rollout.logp_sampled[b, t])} at row {b}, token {t}; expected a finite "
             f"log-probability <= 0 and >= {LEAST_LOGP:.1f}, of a token that can have been drawn"
         )
 
@@ -299,7 +299,7 @@ def check_reward_shapes(reward: Reward, problems: int, group_size: int) -> None:
     expected = (problems, group_size)
     for name, x in {"value": reward.value, "valid": reward.valid, **reward.parts}.items():
         if tuple(x.shape) != expected:
-            raise ValueError(f"got reward {name} {tuple(x.shape)}, wanted problems by samples, {expected}")
+            raise ValueError(f"got reward {name} {tuple(x.shape)}, expected problems by samples, {expected}")
 
 
 def make_batch(
@@ -318,7 +318,7 @@ def make_batch(
     batch = scored_rows(rollout, keep, adv, logp_old, logp_ref, logp_teacher)
     if not (batch.adv.isfinite() | ~batch.mask).all():
         odd = batch.adv[batch.mask & ~batch.adv.isfinite()][:3].tolist()
-        raise ValueError(f"got advantages that are not finite, {odd}, wanted finite ones")
+        raise ValueError(f"got advantages that are not finite, {odd}, expected finite ones")
     return batch
 
 
@@ -333,7 +333,7 @@ def scored_rows(
     """The same rows before their advantages are final: whether they are finite is not looked at."""
     rows, width = rollout.tokens.shape
     if adv.shape[0] * adv.shape[1] != rows or adv.shape[2] != width:
-        raise ValueError(f"got {tuple(adv.shape)} advantages for {rows} rows of {width}, wanted one a token")
+        raise ValueError(f"got {tuple(adv.shape)} advantages for {rows} rows of {width}, expected one a token")
     device = rollout.tokens.device
     mask = rollout.mask & rearrange(keep, "p g -> (p g) 1").to(device)
     return Batch(
@@ -416,7 +416,7 @@ def minibatches(batch: Batch, parts: int) -> list[Batch]:
     Raises ValueError when it does not divide the rows.
     """
     if len(batch.tokens) % parts:
-        raise ValueError(f"got {len(batch.tokens)} rows for {parts} minibatches, wanted a multiple")
+        raise ValueError(f"got {len(batch.tokens)} rows for {parts} minibatches, expected a multiple")
     rows = len(batch.tokens) // parts
     return [tree_map_only(Tensor, lambda x, first=i * rows: x[first : first + rows], batch) for i in range(parts)]
 
@@ -432,7 +432,7 @@ def by_width(
     only one of its device. Rows without a sampled token are left out. Raises ValueError for less than one device.
     """
     if devices < 1:
-        raise ValueError(f"devices: got {devices}, wanted at least 1")
+        raise ValueError(f"devices: got {devices}, expected at least 1")
     length = lengths(mask)
     order = length.argsort(descending=True, stable=True)
     order = order[length[order] > 0]

@@ -50,7 +50,7 @@ def block_digest(part: Tensor, offset: Sequence[int], shape: Sequence[int], seed
     Raises ValueError for numbers that are not real.
     """
     if part.is_complex():
-        raise ValueError(f"got a tensor of {part.dtype}, wanted real numbers")
+        raise ValueError(f"got a tensor of {part.dtype}, expected real numbers")
     part = part.detach()
     if part.ndim == 0:
         part, offset, shape = part[None], [0], [1]

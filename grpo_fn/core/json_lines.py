@@ -22,14 +22,14 @@ class StepLine(NamedTuple):
     row: dict[str, Any]
 
 
-def json_object(where: str, line: str | bytes, *, wanted: str) -> dict[str, Any]:
-    """The object in a line. Raises ValueError naming `where`; `wanted` is what it says the object should be."""
+def json_object(where: str, line: str | bytes, *, expected: str) -> dict[str, Any]:
+    """The object in a line. Raises ValueError naming `where`; `expected` is what it says the object should be."""
     try:
         value = json.loads(line if isinstance(line, str) else line.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: got {line[:80]!r}, wanted a JSON object in UTF-8: {error}") from error
+        raise ValueError(f"{where}: got {line[:80]!r}, expected a JSON object in UTF-8: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: got a JSON {type(value).__name__}, wanted {wanted}")
+        raise ValueError(f"{where}: got a JSON {type(value).__name__}, expected {expected}")
     return value
 
 
@@ -41,7 +41,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def json_rows(path: Path, *, wanted: str) -> Iterator[Row]:
+def json_rows(path: Path, *, expected: str) -> Iterator[Row]:
     """The objects of a file, of one that ends in .gz too, as they are read; blank lines are skipped.
 
     Raises ValueError as `json_object` does, UnicodeDecodeError for what is not UTF-8, OSError for what cannot be read.
@@ -51,7 +51,7 @@ def json_rows(path: Path, *, wanted: str) -> Iterator[Row]:
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
             if text := line.strip():
-                yield Row(f"{path}:{number}", json_object(f"{path}:{number}", text, wanted=wanted))
+                yield Row(f"{path}:{number}", json_object(f"{path}:{number}", text, expected=expected))
 
 
 def step_lines(path: Path, *, torn_end: bool) -> list[StepLine]:
@@ -69,7 +69,7 @@ def step_lines(path: Path, *, torn_end: bool) -> list[StepLine]:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if torn_end and number == last:  # a lost page of the disk reads as zeros and may well end in a newline
                 break
-            raise ValueError(f"{path}:{number}: got {line[:80]!r}, wanted a JSON object with a step") from error
+            raise ValueError(f"{path}:{number}: got {line[:80]!r}, expected a JSON object with a step") from error
     return step_rows
 
 

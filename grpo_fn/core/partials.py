@@ -71,7 +71,7 @@ def describe_function(value: Any) -> str:
     return named + describe_function(dict(knobs))
 
 
-# Checks of numbers, with messages that say got and wanted.
+# Checks of numbers, with messages that say got and expected.
 
 
 class FunctionMisfit(ValueError):
@@ -82,7 +82,7 @@ def check_positive(**numbers: int) -> None:
     """Raise ValueError naming the first number below 1."""
     for name, value in numbers.items():
         if value < 1:
-            raise ValueError(f"{name}: got {value}, wanted at least 1")
+            raise ValueError(f"{name}: got {value}, expected at least 1")
 
 
 def check_divides(prompts: int, minibatches: int) -> None:
@@ -94,6 +94,6 @@ def check_divides(prompts: int, minibatches: int) -> None:
     divisors = [m for m in range(1, prompts + 1) if prompts % m == 0]
     closest = min(divisors, key=lambda m: (abs(m - minibatches), m))
     raise ValueError(
-        f"prompts {prompts} do not split into {minibatches} minibatches of whole groups: wanted prompts {nearest}, or "
-        f"minibatches {closest}"
+        f"prompts {prompts} do not split into {minibatches} minibatches of whole groups: expected prompts {nearest}, "
+        f"or minibatches {closest}"
     )

@@ -39,7 +39,7 @@ def key(seed: int, *, device: torch.device | str) -> Int[Tensor, "2"]:
     Raises ValueError unless 0 <= seed < 2^64.
     """
     if not 0 <= seed < 2**64:
-        raise ValueError(f"seed: got {seed}, wanted an integer in [0, 2^64)")
+        raise ValueError(f"seed: got {seed}, expected an integer in [0, 2^64)")
     return torch.tensor([to_int64(seed), 0], dtype=torch.int64, device=device)
 
 
@@ -64,7 +64,7 @@ def split(key: Int[Tensor, "*K 2"], num: int) -> Int[Tensor, "num *K 2"]:
     Raises ValueError unless num >= 1.
     """
     if num < 1:
-        raise ValueError(f"num: got {num}, wanted at least 1")
+        raise ValueError(f"num: got {num}, expected at least 1")
     index = torch.arange(num, device=key.device)
     return fold_in(key, index.reshape(num, *(1,) * (key.dim() - 1)))
 
@@ -84,10 +84,10 @@ def uniform(key: Int[Tensor, "*K 2"], *shape: int, dtype: torch.dtype, low: floa
     Raises ValueError for a dtype that is not one of these four, or unless low < high in that dtype.
     """
     if dtype not in _SIGNIFICAND:
-        raise ValueError(f"dtype: got {dtype}, wanted one of {', '.join(map(str, _SIGNIFICAND))}")
+        raise ValueError(f"dtype: got {dtype}, expected one of {', '.join(map(str, _SIGNIFICAND))}")
     lo, hi = torch.tensor([low, high], dtype=dtype, device="cpu")
     if not lo < hi:
-        raise ValueError(f"low, high: got {low}, {high}, wanted low < high in {dtype}")
+        raise ValueError(f"low, high: got {low}, {high}, expected low < high in {dtype}")
     bits = _bits64(key, shape) if dtype == torch.float64 else _bits32(key, shape)
     d = _SIGNIFICAND[dtype]
     unit = (bits & (2**d - 1)).to(torch.float64) * 2.0**-d
@@ -116,7 +116,7 @@ def randint(key: Int[Tensor, "*K 2"], *shape: int, low: int, high: int) -> Int[T
     """
     span = high - low
     if not 1 <= span <= 2**62:
-        raise ValueError(f"low, high: got {low}, {high}, wanted 1 <= high - low <= 2^62")
+        raise ValueError(f"low, high: got {low}, {high}, expected 1 <= high - low <= 2^62")
     bits = _bits64(key, shape)
     # The remainder of an unsigned number with signed operations: halve it, then put the lowest bit back.
     half = (bits >> 1) & (2**63 - 1)
@@ -129,7 +129,7 @@ def permutation(key: Int[Tensor, "*K 2"], n: int) -> Int[Tensor, "*K n"]:
     Raises ValueError for n < 0.
     """
     if n < 0:
-        raise ValueError(f"n: got {n}, wanted at least 0")
+        raise ValueError(f"n: got {n}, expected at least 0")
     return _bits64(key, (n,)).argsort(dim=-1, stable=True)
 
 
@@ -197,8 +197,8 @@ def _join(high: Tensor, low: Tensor) -> Tensor:
 def _as_int64(datum: int | Tensor) -> int | Tensor:
     if isinstance(datum, Tensor):
         if datum.dtype.is_floating_point or datum.dtype.is_complex or datum.dtype == torch.bool:
-            raise ValueError(f"data: got a tensor of {datum.dtype}, wanted integers")
+            raise ValueError(f"data: got a tensor of {datum.dtype}, expected integers")
         return datum.view(torch.int64) if datum.dtype == torch.uint64 else datum.to(torch.int64)
     if not -(2**63) <= datum < 2**64:
-        raise ValueError(f"data: got {datum}, wanted an integer of 64 bits")
+        raise ValueError(f"data: got {datum}, expected an integer of 64 bits")
     return to_int64(datum)

@@ -153,10 +153,10 @@ def read_messages(value: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
         keys = {key for key, held in message.items() if held is not None}
         if keys != {"role", "content"}:
             raise ValueError(
-                f"message {place}: got the keys {', '.join(map(str, keys)) or 'none'}, wanted role, content"
+                f"message {place}: got the keys {', '.join(map(str, keys)) or 'none'}, expected role, content"
             )
         if message["role"] not in ROLES:
-            raise ValueError(f"message {place}: got the role {message['role']!r}, wanted one of {', '.join(ROLES)}")
+            raise ValueError(f"message {place}: got the role {message['role']!r}, expected one of {', '.join(ROLES)}")
         messages.append({"role": message["role"], "content": _text(message["content"], place)})
     return messages
 
@@ -176,7 +176,7 @@ def chat_prompt(messages: Sequence[Mapping[str, str]], fill: Callable[[str], str
     """
     if not messages or messages[-1]["role"] != "user":
         got = messages[-1]["role"] if messages else "none"
-        raise ValueError(f"last message: got one of {got!r}, wanted one of 'user', which the completion answers")
+        raise ValueError(f"last message: got one of {got!r}, expected one of 'user', which the completion answers")
     last = fill(messages[-1]["content"])
     if len(messages) == 1:
         return last
@@ -188,10 +188,10 @@ def _text(content: object, place: int) -> str:
         try:
             content.encode()
         except UnicodeEncodeError as error:  # JSON can spell a surrogate alone; no tokenizer takes it
-            raise ValueError(f"message {place}: got {content[error.start]!a}, wanted Unicode text") from error
+            raise ValueError(f"message {place}: got {content[error.start]!a}, expected Unicode text") from error
         return content
     parts = content if isinstance(content, list) else [content]
     texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
     if len(texts) < len(parts) or not parts:
-        raise ValueError(f"message {place}: got content {str(content)[:80]}, wanted text, or a list of text parts")
+        raise ValueError(f"message {place}: got content {str(content)[:80]}, expected text, or a list of text parts")
     return _text("".join(texts), place)

@@ -141,15 +141,15 @@ def uniform_dtype(token_sampler: Callable[..., Draw]) -> torch.dtype:
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
     if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature: got {temperature}, wanted a positive number (sampling.greedy is the limit 0)")
+        raise ValueError(f"temperature: got {temperature}, expected a positive number (sampling.greedy is the limit 0)")
     return logits.float() if temperature == 1 else logits.float() / temperature
 
 
 def _truncated(x: Tensor, top_k: int, top_p: float) -> Tensor:
     if top_k < 0:
-        raise ValueError(f"top_k: got {top_k}, wanted at least 0 (0 keeps every token)")
+        raise ValueError(f"top_k: got {top_k}, expected at least 0 (0 keeps every token)")
     if not 0 < top_p <= 1:
-        raise ValueError(f"top_p: got {top_p}, wanted a number in (0, 1] (1 keeps every token)")
+        raise ValueError(f"top_p: got {top_p}, expected a number in (0, 1] (1 keeps every token)")
     if 0 < top_k < x.shape[-1]:
         x = _keep_from(x, x.topk(top_k, dim=-1).values[..., -1:])
     return _keep_from(x, _nucleus_edge(x, top_p)) if top_p < 1 else x

@@ -194,4 +194,4 @@ class Sampler(Protocol):
         """Take the policy's weights."""
 
     def rest(self) -> None:
-        """Nothing is sampled before the next `load`: the device is wanted for training."""
+        """Nothing is sampled before the next `load`: the device is needed for training."""

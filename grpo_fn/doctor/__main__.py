@@ -22,7 +22,7 @@ CODES = """\
 exit codes:
   0  all well (an extra that nothing asks for may be absent)
   1  works, with warnings: a version is untested, or a card has no bfloat16
-  2  something wanted is missing, broken, or outside the range that grpo_fn allows; or bad flags
+  2  something expected is missing, broken, or outside the range that grpo_fn allows; or bad flags
   130  interrupted
 """
 # What a finding's state weighs: the exit code.

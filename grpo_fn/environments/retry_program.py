@@ -27,7 +27,7 @@ def environment(*, run: Runner, max_tries: int, shown_tests: int, max_output: in
     """
     if max_tries < 1 or shown_tests < 0 or max_output < 0:
         got = f"max_tries {max_tries}, shown_tests {shown_tests} and max_output {max_output}"
-        raise ValueError(f"got {got}, wanted at least 1, 0 and 0")
+        raise ValueError(f"got {got}, expected at least 1, 0 and 0")
     answer = partial(step, run=run, max_tries=max_tries, shown_tests=shown_tests, max_output=max_output)
     # Not pure: a program may look at the clock, and the limits on its time are those of a busy machine.
     return Environment(start=start, step=answer, pure=False)

@@ -29,10 +29,10 @@ def tools_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
     for tool in tools:
         name = function_and_knobs(tool)[0].__name__
         if name in named:
-            raise ValueError(f"tools: got two of the name {name!r}, wanted each name once")
+            raise ValueError(f"tools: got two of the name {name!r}, expected each name once")
         for parameter in inspect.signature(tool).parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-                raise ValueError(f"the tool {name}: got the parameter {parameter}, wanted named arguments")
+                raise ValueError(f"the tool {name}: got the parameter {parameter}, expected named arguments")
         for parameter in _arguments(tool).values():
             _argument_schema(name, parameter)
         named[name] = tool
@@ -88,7 +88,7 @@ def _answer(tools: Mapping[str, Tool], call: ToolCall) -> str:
     try:
         tool = tools.get(call.name)
         if tool is None:
-            raise ValueError(f"got the tool {call.name!r}, wanted one of {', '.join(tools)}")
+            raise ValueError(f"got the tool {call.name!r}, expected one of {', '.join(tools)}")
         _check_arguments(call.name, tool, call.arguments)
         answer = tool(**call.arguments)
     except ValueError as error:
@@ -102,13 +102,13 @@ def _check_arguments(name: str, tool: Tool, given: Mapping[str, PlainData]) -> N
     unknown = [one for one in given if one not in arguments]
     if missing or unknown:
         got = ", ".join(map(str, given)) or "none"
-        raise ValueError(f"arguments of {name}: got {got}, wanted {', '.join(arguments) or 'none'}")
+        raise ValueError(f"arguments of {name}: got {got}, expected {', '.join(arguments) or 'none'}")
     for argument, value in given.items():
-        wanted = arguments[argument].annotation
-        if not _fits(value, wanted):
+        expected = arguments[argument].annotation
+        if not _fits(value, expected):
             shown = _argument_schema(name, arguments[argument])
             said = f"one of {shown['enum']}" if "enum" in shown else f"a value of type {shown['type']}"
-            raise ValueError(f"{argument} of {name}: got {type(value).__name__} {value!r:.80}, wanted {said}")
+            raise ValueError(f"{argument} of {name}: got {type(value).__name__} {value!r:.80}, expected {said}")
 
 
 def _arguments(tool: Tool) -> dict[str, inspect.Parameter]:
@@ -118,28 +118,28 @@ def _arguments(tool: Tool) -> dict[str, inspect.Parameter]:
 
 
 def _argument_schema(name: str, parameter: inspect.Parameter) -> dict[str, Any]:
-    wanted = parameter.annotation
-    if wanted in _TYPES:
-        return {"type": _TYPES[wanted]}
-    inner = get_args(wanted)
-    if get_origin(wanted) is Literal and all(isinstance(one, str) for one in inner):
+    expected = parameter.annotation
+    if expected in _TYPES:
+        return {"type": _TYPES[expected]}
+    inner = get_args(expected)
+    if get_origin(expected) is Literal and all(isinstance(one, str) for one in inner):
         return {"type": "string", "enum": list(inner)}
-    if get_origin(wanted) is list and inner[0] in _TYPES:
+    if get_origin(expected) is list and inner[0] in _TYPES:
         return {"type": "array", "items": {"type": _TYPES[inner[0]]}}
     raise ValueError(
-        f"the tool {name}, argument {parameter.name}: got the annotation {wanted!r}, wanted str, int, float, bool, a "
-        "list of one of these, or a Literal of texts"
+        f"the tool {name}, argument {parameter.name}: got the annotation {expected!r}, expected str, int, float, "
+        "bool, a list of one of these, or a Literal of texts"
     )
 
 
-def _fits(value: PlainData, wanted: Any) -> bool:
-    if get_origin(wanted) is Literal:
-        return value in get_args(wanted)
-    if get_origin(wanted) is list:
-        return isinstance(value, list) and all(_fits(one, get_args(wanted)[0]) for one in value)
-    if wanted is float:
+def _fits(value: PlainData, expected: Any) -> bool:
+    if get_origin(expected) is Literal:
+        return value in get_args(expected)
+    if get_origin(expected) is list:
+        return isinstance(value, list) and all(_fits(one, get_args(expected)[0]) for one in value)
+    if expected is float:
         return type(value) in (int, float)
-    return type(value) is wanted
+    return type(value) is expected
 
 
 def _described_arguments(doc: str) -> dict[str, str]:
@@ -174,7 +174,7 @@ def environment(
         ValueError: for no tools, two of one name, or fewer than one turn.
     """
     if not tools or max_turns < 1:
-        raise ValueError(f"got {len(tools)} tools and max_turns {max_turns}, wanted at least 1 of each")
+        raise ValueError(f"got {len(tools)} tools and max_turns {max_turns}, expected at least 1 of each")
     named = tools_by_name(tools)
     return Environment(
         start=partial(start, instructions=instructions.replace("{tools}", describe_tools(named))),

@@ -46,7 +46,7 @@ def calculator(expression: str, *, max_length: int) -> str:
         ValueError: for anything that is no expression, a division by zero and an expression that is too long.
     """
     if len(expression) > max_length:
-        raise ValueError(f"got an expression of {len(expression)} characters, wanted at most {max_length}")
+        raise ValueError(f"got an expression of {len(expression)} characters, expected at most {max_length}")
     value = _value(_read_tokens(expression))
     if value.denominator == 1:
         return str(value.numerator)
@@ -59,7 +59,7 @@ def _read_tokens(text: str) -> list[str]:
     while place < len(text):
         found = _TOKEN.match(text, place)
         if found is None or found[2] == "**":
-            raise ValueError(f"got {text[place:].strip()[:20]!r}, wanted a number, one of + - * / or a bracket")
+            raise ValueError(f"got {text[place:].strip()[:20]!r}, expected a number, one of + - * / or a bracket")
         tokens.append(found[1] or _SPELLINGS.get(found[2], found[2]))
         place = found.end()
     return tokens
@@ -78,7 +78,7 @@ def _value(tokens: list[str]) -> Fraction:
         try:
             values.append(operator.compute(*operands))
         except ZeroDivisionError:
-            raise ValueError("got a division by zero, wanted a divisor that is not 0") from None
+            raise ValueError("got a division by zero, expected a divisor that is not 0") from None
 
     for token in tokens:
         if operand_next and token in _SIGNS:
@@ -97,16 +97,16 @@ def _value(tokens: list[str]) -> Fraction:
             while waiting and waiting[-1] is not None:
                 apply()
             if not waiting:
-                raise ValueError("got ')' without '(', wanted brackets in pairs")
+                raise ValueError("got ')' without '(', expected brackets in pairs")
             waiting.pop()
         else:
-            wanted = "a number or '('" if operand_next else "one of + - * / or ')'"
-            raise ValueError(f"got {token[:20]!r}, wanted {wanted} there")
+            expected = "a number or '('" if operand_next else "one of + - * / or ')'"
+            raise ValueError(f"got {token[:20]!r}, expected {expected} there")
     if operand_next:
-        raise ValueError("got the end of the expression, wanted a number")
+        raise ValueError("got the end of the expression, expected a number")
     while waiting:
         if waiting[-1] is None:
-            raise ValueError("got '(' without ')', wanted brackets in pairs")
+            raise ValueError("got '(' without ')', expected brackets in pairs")
         apply()
     return values[0]
 
@@ -129,7 +129,7 @@ def python(code: str, *, run: Runner, max_output: int) -> str:
         ValueError: for a program without anything in it.
     """
     if not code.strip():
-        raise ValueError("got an empty program, wanted one that prints its result")
+        raise ValueError("got an empty program, expected one that prints its result")
     # One test that always holds: that it is proven says that the program ran to its end and is still there.
     ran = run(Program((code,), "", ("assert True",), ()))
     printed = tail(ran.printed, max_output)

@@ -47,7 +47,9 @@ def run_config(model: str) -> list[str]:
 
     run = run_of(model)
     if run is None:
-        raise ValueError(f"--gin_file: got none, and {model} is no run folder and no checkpoint of one; wanted a file")
+        raise ValueError(
+            f"--gin_file: got none, and {model} is no run folder and no checkpoint of one; expected a file"
+        )
     return [str(run / "config.gin")]
 
 

@@ -131,7 +131,7 @@ def problems_for(
     """The model's folder, its tokenizer, and those of `count` held-out problems that leave tokens to answer."""
     held_out = sample_tests(held_out_only(try_task(data.task).test), count)
     if not held_out.test:
-        raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")
+        raise ValueError("got a task without held-out problems, expected one that holds some out to evaluate on")
     disable_progress_bar()
     folder, tokenizer, fitting = prepare_data(source, held_out, (), config, data, sampling, episodes)
     for note in fitting.notes:
@@ -196,9 +196,9 @@ def accuracy_line(name: str, share: float, low: float, high: float, problems: fl
 def check_free(out: Path) -> None:
     """Raise ValueError when results are there already, or the path is no folder."""
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out: got {out}, a file; wanted a folder or a free name")
+        raise ValueError(f"--out: got {out}, a file; expected a folder or a free name")
     if there := [name for name in (SAMPLES, RESULTS) if (out / name).exists()]:
-        raise ValueError(f"--out: got {out} with {' and '.join(there)} of another evaluation, wanted a free name")
+        raise ValueError(f"--out: got {out} with {' and '.join(there)} of another evaluation, expected a free name")
 
 
 def warn(text: str) -> None:

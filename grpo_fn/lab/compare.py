@@ -71,16 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(args: argparse.Namespace) -> int:
     """Print the comparison as markdown. Raises ValueError or OSError for bad input."""
     if len(args.runs) < 2:
-        raise ValueError(f"got {len(args.runs)} run, wanted two or more")
+        raise ValueError(f"got {len(args.runs)} run, expected two or more")
     if args.max_rows < 0:
-        raise ValueError(f"--max_rows: got {args.max_rows}, wanted at least 0")
+        raise ValueError(f"--max_rows: got {args.max_rows}, expected at least 0")
     runs = [read_evaluation(path, args.match) for path in args.runs]
     keys = common_problems(runs, args.intersection)
     verdicts = [{key: is_right(run, key, args.grader) for key in keys} for run in runs]
     scored = [key for key in keys if all(column[key] is not None for column in verdicts)]
     if not scored:
         raise ValueError(
-            f"got {len(keys)} problems in common, none of which every run could score; wanted at least one"
+            f"got {len(keys)} problems in common, none of which every run could score; expected at least one"
         )
     base, *others = [{key: bool(column[key]) for key in scored} for column in verdicts]
     flips = [count_flips(base, other) for other in others]
@@ -103,19 +103,19 @@ def read_evaluation(path: Path, match: str) -> ComparedRun:
         steps = rollout_store.evaluation_steps(path / "eval") if (path / "eval").is_dir() else []
         if not steps:
             raise ValueError(
-                f"got {path}, wanted a folder with samples.jsonl, a run folder with evaluations, or a .jsonl file"
+                f"got {path}, expected a folder with samples.jsonl, a run folder with evaluations, or a .jsonl file"
             )
         file = path / "eval" / f"step_{steps[-1]}.jsonl"
     counts: Counter[tuple[str, str]] = Counter()
     rows: dict[Key, dict[str, Any]] = {}
     for number, row in enumerate(rollout_store.load_evaluation(file), start=1):
         if absent := [name for name in ("uid", "prompt", "answer", "scores", "text") if name not in row]:
-            raise ValueError(f"{file}: got row {number} without {', '.join(absent)}, wanted rows of an evaluation")
+            raise ValueError(f"{file}: got row {number} without {', '.join(absent)}, expected rows of an evaluation")
         alike = (str(row["uid"]) if match == "uid" else row["prompt"], row["answer"])
         rows[*alike, counts[alike]] = row
         counts[alike] += 1
     if not rows:
-        raise ValueError(f"{file}: got no rows, wanted those of an evaluation")
+        raise ValueError(f"{file}: got no rows, expected those of an evaluation")
     return ComparedRun(str(path), rows)
 
 
@@ -126,7 +126,7 @@ def common_problems(runs: Sequence[ComparedRun], some: bool) -> list[Key]:
     if not keys or (max(sizes) > len(keys) and not some):
         have = ", ".join(f"{size} in {run.name}" for size, run in zip(sizes, runs, strict=True))
         raise ValueError(
-            f"got different problems: {have}, of which {len(keys)} are in all of them; wanted the same ones"
+            f"got different problems: {have}, of which {len(keys)} are in all of them; expected the same ones"
             + (", or --intersection to compare on those" if keys else ": is the prompt another one? (--match uid)")
         )
     return keys
@@ -136,7 +136,7 @@ def is_right(run: ComparedRun, key: Key, grader: str | None) -> bool | None:
     """Right, wrong, or None where it could not be scored. Raises ValueError for a grader that has no score there."""
     scores = run.rows[key]["scores"]
     if grader is not None and grader not in scores:
-        raise ValueError(f"--grader: got {grader}, wanted one that {run.name} has: {', '.join(scores)}")
+        raise ValueError(f"--grader: got {grader}, expected one that {run.name} has: {', '.join(scores)}")
     value = scores[grader] if grader is not None else next(iter(scores.values()))
     return None if value is None else value >= 1.0
 

@@ -159,15 +159,15 @@ def arm_trial(arm: str, seed: str) -> Trial:
 def pairing_of_flags(args: argparse.Namespace) -> Pairing:
     """What the command line describes. Raises ValueError for what cannot be compared."""
     if len(args.arms) < 2:
-        raise ValueError(f"got {len(args.arms)} arms ({' '.join(args.arms)}), wanted two gin files or more")
+        raise ValueError(f"got {len(args.arms)} arms ({' '.join(args.arms)}), expected two gin files or more")
     names = [Path(file).stem for file in args.arms]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"got several arms called {', '.join(twice)}, wanted files with different names")
+        raise ValueError(f"got several arms called {', '.join(twice)}, expected files with different names")
     check_limits(args)
     if odd := [seed for seed in args.seeds if not seed.isdigit()]:
-        raise ValueError(f"--seeds: got {' '.join(odd)}, wanted whole numbers from 0")
+        raise ValueError(f"--seeds: got {' '.join(odd)}, expected whole numbers from 0")
     if len({*args.seeds}) < len(args.seeds):
-        raise ValueError(f"--seeds: got {' '.join(args.seeds)}, wanted each once")
+        raise ValueError(f"--seeds: got {' '.join(args.seeds)}, expected each once")
     return Pairing(
         arms=dict(zip(names, args.arms, strict=True)),
         gin_files=args.gin_file,
@@ -190,7 +190,7 @@ def check_alike(pairing: Pairing) -> None:
         if (value := base.root.knobs["seed"]) in values:
             raise ValueError(
                 f"--seed_knob: got {pairing.seed_knob}, with which seeds {values[value]} and {seed} are both "
-                f"train.train.seed = {value}; wanted a knob or macro that makes them differ"
+                f"train.train.seed = {value}; expected a knob or macro that makes them differ"
             )
         values[value] = seed
     for seed in {pairing.seeds[0]: None, pairing.seeds[-1]: None}:  # an arm may bind the seed to one of them
@@ -208,7 +208,7 @@ def check_pair(first: str, base: Config, arm: str, other: Config, seed: str) -> 
         if value_fingerprint(got) != value_fingerprint(expected):
             where, a, b = first_unlike(knob, expected, got)
             raise ValueError(
-                f"arm {arm}, seed {seed}: got {where} = {b}, wanted {a} as in {first}: arms are compared that share "
+                f"arm {arm}, seed {seed}: got {where} = {b}, expected {a} as in {first}: arms are compared that share "
                 "model, problems, order and random numbers"
             )
 
@@ -249,12 +249,14 @@ def open_pairing(out: Path, pairing: Pairing) -> Pairing:
         known = read_pairing(out)
         for name in ("gin_files", "gin_params", "seed_knob", "start"):
             if (got := getattr(pairing, name)) != getattr(known, name):
-                raise ValueError(f"got {name} {got}, wanted {getattr(known, name)}, with which {out} was begun")
+                raise ValueError(f"got {name} {got}, expected {getattr(known, name)}, with which {out} was begun")
         if pairing.first != known.first:
-            raise ValueError(f"got {pairing.first} as the first arm, wanted {known.first}, with which {out} was begun")
+            raise ValueError(
+                f"got {pairing.first} as the first arm, expected {known.first}, with which {out} was begun"
+            )
         if other := [name for name, file in pairing.arms.items() if known.arms.get(name, file) != file]:
             got, expected = pairing.arms[other[0]], known.arms[other[0]]
-            raise ValueError(f"arm {other[0]}: got {got}, wanted {expected}, with which {out} was begun")
+            raise ValueError(f"arm {other[0]}: got {got}, expected {expected}, with which {out} was begun")
         seeds = [*dict.fromkeys([*known.seeds, *pairing.seeds])]
         pairing = replace(pairing, arms={**known.arms, **pairing.arms}, seeds=seeds, starts=known.starts)
     write_json(out / SPEC, asdict(pairing))
@@ -352,7 +354,7 @@ def compare_arms(out: Path, pairing: Pairing, metrics: Sequence[str]) -> PairRes
         )
     rows = [row for metric in metrics for arm in others for row in arm_differences(pairing, done, arm, metric)]
     if absent := [metric for metric in metrics if metric not in {row.metric for row in rows}]:
-        raise ValueError(f"--metric: got {', '.join(absent)}, which no finished pair of runs has, wanted a metric")
+        raise ValueError(f"--metric: got {', '.join(absent)}, which no finished pair of runs has, expected a metric")
     sampled = {(arm, step): share for arm in others for step, share in same_samples(out, pairing, done, arm).items()}
     return PairResults(rows, sampled, [one for key, one in trials.items() if key not in done])
 

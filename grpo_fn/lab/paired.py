@@ -77,7 +77,7 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Paired
     Raises ValueError for no values, and for as many that are not pairs.
     """
     if len(first) != len(second) or not first:
-        raise ValueError(f"got {len(first)} and {len(second)} values, wanted as many of each, one or more")
+        raise ValueError(f"got {len(first)} and {len(second)} values, expected as many of each, one or more")
     n, apart = len(first), [b - a for a, b in zip(first, second, strict=True)]
     error, mean = ROUNDING * max(map(abs, (*first, *second))), fmean(apart)
     means = fmean(first), fmean(second), mean if abs(mean) > error else 0.0

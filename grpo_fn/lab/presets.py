@@ -160,10 +160,10 @@ def stored_groups(run: Path, step: int) -> tuple[str, Groups]:
     """The run's configuration and the groups of a step."""
     config, root = run / "config.gin", run / "rollouts"
     if not config.is_file():
-        raise ValueError(f"got {run} without config.gin, wanted a run folder")
+        raise ValueError(f"got {run} without config.gin, expected a run folder")
     steps = rollout_store.rollout_steps(root) if root.is_dir() else []
     if step not in steps:
-        raise ValueError(f"got --step {step}, wanted one whose rollout is stored: {steps or 'none is'}")
+        raise ValueError(f"got --step {step}, expected one whose rollout is stored: {steps or 'none is'}")
     return str(config), rollout_store.groups_from_rows(rollout_store.load_rollouts(root / f"step_{step:06d}.jsonl.gz"))
 
 

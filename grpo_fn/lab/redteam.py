@@ -158,7 +158,7 @@ def calls_reader(chat_format: MakeChatFormat) -> ReadCalls:
     if "read_calls" not in knobs:
         raise ValueError(
             f"sections.Episodes.chat_format: got {function.__module__}.{function.__name__}, which reads calls from "
-            "tokens alone, wanted one with the knob read_calls: chat_format.tokenizer_template or chat_format.text"
+            "tokens alone, expected one with the knob read_calls: chat_format.tokenizer_template or chat_format.text"
         )
     return knobs["read_calls"]
 
@@ -322,7 +322,7 @@ def attack_named(
 ) -> Campaign:
     """The campaign of a command line. Raises ValueError for a reward, a task or a number that cannot be used."""
     if weights and len(weights) != len(rewards):
-        raise ValueError(f"--weight: got {len(weights)} for {len(rewards)} rewards, wanted one for each, or none")
+        raise ValueError(f"--weight: got {len(weights)} for {len(rewards)} rewards, expected one for each, or none")
     factors = list(weights) or [1.0] * len(rewards)
     named = [known_reward(name) for name in rewards]
     parts = [reward_of(spec, knobs) for spec, knobs in zip(named, _shared_knobs(named, reward_knobs), strict=True)]
@@ -337,7 +337,7 @@ def attack_run(request: AttackRequest, *, data: Data, rewards: Rewards, episodes
     function, knobs = function_and_knobs(rewards.reward)
     if function is not combine:
         raise ValueError(
-            f"sections.Rewards.reward: got {function.__module__}.{function.__name__}, wanted combine.combine"
+            f"sections.Rewards.reward: got {function.__module__}.{function.__name__}, expected combine.combine"
         )
     parts, weights = knobs["parts"], knobs["weights"]
     check_sandboxes([*parts, *([] if episodes is None else [episodes.environment.start, episodes.environment.step])])
@@ -360,7 +360,8 @@ def attack_task(
     held_out = sample_tests(task, problems).test
     if problems < 2 or len(held_out) < 2 or pulls < 0:
         raise ValueError(
-            f"got {min(problems, len(held_out))} held-out problems and {pulls} pulls, wanted at least 2 and at least 0"
+            f"got {min(problems, len(held_out))} held-out problems and {pulls} pulls, expected at least 2 and at "
+            "least 0"
         )
     try:
         with ExitStack() as stack:
@@ -449,7 +450,7 @@ def _task(name: str, knobs: Sequence[str]) -> Task:
     own = [f"{knob}={value!r}" for knob, value in given.items()]
     made = bind_function(function, [*own, *knobs], flag="--task_param", short=tuple(TASKS))()
     if not isinstance(made, Task):
-        raise ValueError(f"--task {name}: got {type(made).__name__}, wanted a function that returns a Task")
+        raise ValueError(f"--task {name}: got {type(made).__name__}, expected a function that returns a Task")
     return made
 
 
@@ -463,7 +464,7 @@ def _shared_knobs(named: Sequence[RewardSpec], knobs: Sequence[str]) -> list[lis
         shared.append([knob for knob in knobs if knob.partition("=")[0].partition(".")[0].strip() in known])
     taken = {knob for each in shared for knob in each}
     if unknown := [knob for knob in knobs if knob not in taken]:
-        raise ValueError(f"--reward_param: got {unknown[0]!r}, wanted a knob of one of the rewards")
+        raise ValueError(f"--reward_param: got {unknown[0]!r}, expected a knob of one of the rewards")
     return shared
 
 

@@ -71,14 +71,14 @@ def load_stored_rollout(run_dir: Path, step: int, width: int) -> StoredRollout |
     except FileNotFoundError:
         return None
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, RuntimeError) as error:
-        raise ValueError(f"got {path}, which is broken ({error}), wanted what the run stored") from error
+        raise ValueError(f"got {path}, which is broken ({error}), expected what the run stored") from error
 
 
 def require_stored(stored: StoredRollout | None, run_dir: Path, step: int) -> StoredRollout:
     """What is stored. Raises ValueError when nothing is."""
     if stored is None:
         raise ValueError(
-            f"got no rollout of step {step} in {run_dir / 'rollouts'}, wanted its tokens there "
+            f"got no rollout of step {step} in {run_dir / 'rollouts'}, expected its tokens there "
             "(sections.Logging.keep_rollouts says how many steps are kept)"
         )
     return stored
@@ -94,7 +94,7 @@ def from_store(run: TrainingRun, stored: StoredRollout) -> Callable[[Explore, Ca
     for past, drawn in zip(groups.problems, problems, strict=True):
         if past.prompt != drawn.prompt:
             raise ValueError(
-                f"problem {drawn.uid}: got the prompt {drawn.prompt[:80]!r}, wanted the stored one, "
+                f"problem {drawn.uid}: got the prompt {drawn.prompt[:80]!r}, expected the stored one, "
                 f"{past.prompt[:80]!r}: has the data changed?"
             )
     rollout = tree_map_only(Tensor, lambda x: x.to(run.world.device), groups.rollout)
@@ -123,7 +123,7 @@ class NoSampler:
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """Raise RuntimeError: who asks has lost what was stored."""
-        raise RuntimeError(f"got {len(problems)} problems to sample, wanted none: the step learns from stored tokens")
+        raise RuntimeError(f"got {len(problems)} problems to sample, expected none: the step learns from stored tokens")
 
     def refill(self, ahead: object) -> None:
         """It hands out nothing."""
@@ -201,7 +201,7 @@ def copy_state_into(held: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> N
     if odd:
         raise ValueError(
             f"--override: got knobs that change what is trained or how it lies, {odd[0]} and {len(odd) - 1} more, "
-            "wanted some that leave the model, its optimizer and its place as they are"
+            "expected some that leave the model, its optimizer and its place as they are"
         )
     with torch.no_grad():
         for name, x in own.items():
@@ -250,18 +250,18 @@ def replay(asked: ReplayRequest) -> int:
     """Take the step again, say what differs, and what it would have been under other knobs.
 
     Returns SAME or DIFFERENT. Raises ValueError for a folder that is no run's, a step that was not recorded, a rollout
-    that is wanted and not stored, and overrides that are no knobs or that change what is trained.
+    that is needed and not stored, and overrides that are no knobs or that change what is trained.
     """
     if not (asked.run_dir / MARKER).is_file():
-        raise ValueError(f"got {asked.run_dir}, wanted the folder of a run, with {MARKER} in it")
+        raise ValueError(f"got {asked.run_dir}, expected the folder of a run, with {MARKER} in it")
     if asked.step < 1:
-        raise ValueError(f"--step: got {asked.step}, wanted 1 or later")
+        raise ValueError(f"--step: got {asked.step}, expected 1 or later")
     own, other = replay_config(asked.run_dir, []), replay_config(asked.run_dir, asked.overrides)
     lines = digests_by_step(asked.run_dir)
     if asked.step not in lines and not asked.overrides:
         raise ValueError(
             f"--step: got {asked.step}, which is not in {asked.run_dir / DIGESTS}, "
-            f"wanted one of {spans([*lines])} "
+            f"expected one of {spans([*lines])} "
             "(sections.Logging.checksums_every says which steps are recorded)"
         )
     settings = Settings(**own.kwargs())

@@ -83,9 +83,9 @@ def edited_fields(was: RecordedStep, now: ReplayedStep, decode: Decode, *, sampl
     figures of metrics.jsonl that differ, where the step was sampled anew on the same ranks, device and torch.
     """
     found = []
-    wanted = [name for name in QUANTITIES if name in now.line]
-    if missing := [name for name in wanted if name not in was.line]:
-        found.append(f"its line in digests.jsonl: got no {', '.join(missing)}, wanted {', '.join(wanted)}")
+    expected = [name for name in QUANTITIES if name in now.line]
+    if missing := [name for name in expected if name not in was.line]:
+        found.append(f"its line in digests.jsonl: got no {', '.join(missing)}, expected {', '.join(expected)}")
     if was.stored is not None:
         found += filter(None, [stored_difference(was.stored, now, decode)])
     if sampled_anew and not circumstances(was, now):

@@ -100,7 +100,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     """The last parts of the paths, as many as it takes to distinguish them. Raises ValueError for one given twice."""
     whole = [path.resolve() for path in paths]
     if len({*whole}) < len(whole):
-        raise ValueError(f"got {len(whole)} runs of which some are the same, wanted each once")
+        raise ValueError(f"got {len(whole)} runs of which some are the same, expected each once")
     for depth in range(1, max(len(path.parts) for path in whole) + 1):
         names = ["/".join(path.parts[-depth:]) for path in whole]
         if len({*names}) == len(names):
@@ -112,7 +112,7 @@ def read_run(path: Path, name: str) -> ReportedRun:
     """All there is in the folder. Raises ValueError for one that is no run's."""
     summary = path / "summary.json"
     if not (path / MARKER).is_file():
-        raise ValueError(f"got {path} without {MARKER}, wanted a run folder")
+        raise ValueError(f"got {path} without {MARKER}, expected a run folder")
     step, rows = newest_samples(path / "rollouts")
     return ReportedRun(
         name=name,

@@ -100,7 +100,7 @@ def sweep(args: argparse.Namespace) -> int:
     outcomes = [trial_outcome(args.out, one, args.metric) for one in trials]
     done = [one for one in outcomes if one.state == "done"]
     if done and not any(math.isfinite(one.value) for one in done):
-        raise ValueError(f"--metric: got {args.metric}, which no finished trial has, wanted a metric")
+        raise ValueError(f"--metric: got {args.metric}, which no finished trial has, expected a metric")
     print(sweep_report(args.out, outcomes, args.metric, args.lowest))
     return STOPPED if stopped else int(any(one.state != "done" for one in outcomes))
 
@@ -112,18 +112,18 @@ def sweep_trials(args: argparse.Namespace) -> list[Trial]:
     """The trials that the command line describes. Raises ValueError for none, and for a name that has two values."""
     check_limits(args)
     if args.trials is not None and args.trials < 1:
-        raise ValueError(f"--trials: got {args.trials}, wanted above 0")
+        raise ValueError(f"--trials: got {args.trials}, expected above 0")
     if args.trials is not None and not args.random:
-        raise ValueError("--trials: got it without --random, wanted both: a grid says itself how many trials it has")
+        raise ValueError("--trials: got it without --random, expected both: a grid says itself how many trials it has")
     grid = {name: split_values(text) for name, text in map(name_and_value, args.grid)}
     dists = dict(map(name_and_value, args.random))
     names = [name_and_value(text)[0] for text in (*args.grid, *args.random)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"got {', '.join(twice)} more than once in --grid and --random, wanted each name once")
+        raise ValueError(f"got {', '.join(twice)} more than once in --grid and --random, expected each name once")
     if not names:
-        raise ValueError("got neither --grid nor --random, wanted something to try")
+        raise ValueError("got neither --grid nor --random, expected something to try")
     if empty := [name for name, values in grid.items() if not all(values)]:
-        raise ValueError(f"--grid: got an empty value of {', '.join(empty)}, wanted NAME=A,B,...")
+        raise ValueError(f"--grid: got an empty value of {', '.join(empty)}, expected NAME=A,B,...")
     draws = range(8 if args.trials is None else args.trials) if dists else [0]
     drawn = [{name: draw_value(dist, f"0/{i}/{name}") for name, dist in dists.items()} for i in draws]
     points = [dict(zip(grid, point, strict=True)) for point in itertools.product(*grid.values())]
@@ -135,7 +135,7 @@ def name_and_value(text: str) -> tuple[str, str]:
     """NAME and what stands behind the first `=`."""
     name, sign, value = text.partition("=")
     if not sign or not re.fullmatch(r"[\w./]+", name.strip()):
-        raise ValueError(f"got {text!r}, wanted NAME=...")
+        raise ValueError(f"got {text!r}, expected NAME=...")
     return name.strip(), value.strip()
 
 
@@ -176,7 +176,7 @@ def draw_value(dist: str, seed: str) -> str:
     if low < high < math.inf and kind == "integer" and low.is_integer() and high.is_integer():
         return str(chance.randint(int(low), int(high)))
     raise ValueError(
-        f"--random: got {dist!r}, wanted uniform(low,high), loguniform(low,high) with low > 0, integer(low,high) "
+        f"--random: got {dist!r}, expected uniform(low,high), loguniform(low,high) with low > 0, integer(low,high) "
         "or choice(a,b,...)"
     )
 
@@ -218,7 +218,7 @@ def open_sweep(args: argparse.Namespace, trials: Sequence[Trial]) -> list[Trial]
         known = json.loads(spec.read_text())
         if {key: known[key] for key in base} != base:
             raise ValueError(
-                f"got {args.out}, a sweep of {known['gin_files']} with {known['gin_params']}, wanted the same"
+                f"got {args.out}, a sweep of {known['gin_files']} with {known['gin_params']}, expected the same"
             )
         before = {values["name"]: Trial(**values) for values in known["trials"]}
     every = [*{**before, **{one.name: one for one in trials}}.values()]

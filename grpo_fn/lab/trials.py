@@ -52,9 +52,9 @@ def trial_parser(command: str, description: str) -> argparse.ArgumentParser:
 def check_limits(args: argparse.Namespace) -> None:
     """Raise ValueError for flags of `trial_parser` with which nothing can run."""
     if not args.gin_file:
-        raise ValueError("--gin_file: got none, wanted the file of the run")
+        raise ValueError("--gin_file: got none, expected the file of the run")
     if args.jobs < 1 or args.timeout <= 0:
-        raise ValueError(f"--jobs, --timeout: got {args.jobs}, {args.timeout}, wanted above 0")
+        raise ValueError(f"--jobs, --timeout: got {args.jobs}, {args.timeout}, expected above 0")
 
 
 def run_flags(files: Sequence[str], bindings: Sequence[str]) -> list[str]:
@@ -74,7 +74,7 @@ def open_trials(spec: Path) -> bool:
     out = spec.parent
     known = spec.exists()
     if not known and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"got {out}, wanted a new folder or one with {spec.name}")
+        raise ValueError(f"got {out}, expected a new folder or one with {spec.name}")
     (out / "trials").mkdir(parents=True, exist_ok=True)
     return known
 

@@ -131,13 +131,13 @@ def _judged(tests: Sequence[str], setup: str, reference: str) -> _Tests | None:
     nodes = [node for tree in trees if tree for node in ast.walk(tree)]
     if None in trees or not all(map(_standard, nodes)):
         return None
-    wanted = {node.id: None for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    expected = {node.id: None for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     modules = _modules(nodes)
     theirs = _parsed(reference) or ast.Module([], [])
     imported = _imports(theirs)
     defined = _bound(_top(theirs)) - imported.keys()
     names, setup_imports = [], []
-    for name in wanted.keys() - _bound(nodes):
+    for name in expected.keys() - _bound(nodes):
         if name in defined:
             names.append(name)
         elif name in imported:

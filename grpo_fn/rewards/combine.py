@@ -55,11 +55,13 @@ def combine(
         ValueError: for no parts, not one weight per part, the same part twice, or rows that are no whole groups.
     """
     if not parts or len(parts) != len(weights):
-        raise ValueError(f"reward parts: got {len(parts)} parts and {len(weights)} weights, wanted one weight per part")
+        raise ValueError(
+            f"reward parts: got {len(parts)} parts and {len(weights)} weights, expected one weight per part"
+        )
     names = part_names(parts)
     completions = completions_of(rollout)
     if not problems or len(completions) % len(problems):
-        raise ValueError(f"rollout: got {len(completions)} rows for {len(problems)} problems, wanted G rows for each")
+        raise ValueError(f"rollout: got {len(completions)} rows for {len(problems)} problems, expected G rows for each")
     group = len(completions) // len(problems)
     asked = [problem for problem in problems for _ in range(group)]
     scores = [score(fn, asked, completions) for fn in parts]
@@ -119,5 +121,5 @@ def part_names(parts: Sequence[RewardFn]) -> list[str]:
     clash = TAKEN | {name for name, times in Counter(short).items() if times > 1}
     names = [f"{fn.__module__}.{name}" if name in clash else name for fn, name in zip(bare, short, strict=True)]
     if len(set(names)) != len(names):
-        raise ValueError(f"reward parts: got {names}, wanted different functions")
+        raise ValueError(f"reward parts: got {names}, expected different functions")
     return names

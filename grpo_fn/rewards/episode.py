@@ -18,7 +18,7 @@ def total_reward(problem: Problem, completion: Completion, *, gamma: float) -> f
         ValueError: for a gamma outside [0, 1].
     """
     if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma: got {gamma}, wanted 0 to 1")
+        raise ValueError(f"gamma: got {gamma}, expected 0 to 1")
     total = 0.0
     for turn in reversed(completion.turns):
         if turn.reward is None:

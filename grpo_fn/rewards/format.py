@@ -1,4 +1,4 @@
-r"""Rewards for the form of a completion: boxes and tags, its length, or word for word the text that is wanted.
+r"""Rewards for the form of a completion: boxes and tags, its length, or word for word the text that is expected.
 
 A completion that ran into the limit is never well formed. A box is `\boxed{...}` with braces balanced as TeX balances
 them: an escaped brace `\{` is a character, not a brace.
@@ -95,7 +95,7 @@ def last_box(text: str) -> str | None:
 
 def _well_tagged(text: str, truncated: bool, tags: Sequence[str]) -> float:
     if isinstance(tags, str) or not tags or len(set(tags)) < len(tags) or not all(map(_TAG_NAME.fullmatch, tags)):
-        raise ValueError(f'tags: got {tags!r}, wanted different names such as ("think", "answer")')
+        raise ValueError(f'tags: got {tags!r}, expected different names such as ("think", "answer")')
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     pieces = re.split(f"({'|'.join(marks)})", text, maxsplit=len(marks))  # text, mark, text, mark, ..., text
     if truncated or pieces[1::2] != marks:
@@ -104,14 +104,14 @@ def _well_tagged(text: str, truncated: bool, tags: Sequence[str]) -> float:
     return float(all((place % 2 == 1) == bool(piece.strip()) for place, piece in enumerate(pieces[::2])))
 
 
-# -- Is the completion the text that was wanted, word for word?
+# -- Is the completion the text that was expected, word for word?
 
 
 def same_text(problem: Problem, completion: Completion) -> float:
     """1 iff the completion ended by itself and is the answer, white space around them aside; else 0.
 
     Args:
-        problem: its answer is the text that is wanted.
+        problem: its answer is the text that is expected.
         completion: the completion that is judged.
 
     Returns:
@@ -145,7 +145,7 @@ def soft_overlong_punishment(problem: Problem, completion: Completion, *, max_le
         ValueError: unless 0 < cache_length <= max_length.
     """
     if not 0 < cache_length <= max_length:
-        raise ValueError(f"cache_length: got {cache_length} with max_length {max_length}, wanted 1 to max_length")
+        raise ValueError(f"cache_length: got {cache_length} with max_length {max_length}, expected 1 to max_length")
     return min(0.0, max(-1.0, (max_length - cache_length - completion.length) / cache_length))
 
 
@@ -185,7 +185,7 @@ def cosine_length(
         ValueError: unless max_length >= 1.
     """
     if max_length < 1:
-        raise ValueError(f"max_length: got {max_length}, wanted at least 1")
+        raise ValueError(f"max_length: got {max_length}, expected at least 1")
     score = verdict(problem, completion)
     if score is None:
         return None
@@ -214,7 +214,7 @@ def repeated_ngrams(problem: Problem, completion: Completion, *, ngram: int, max
         ValueError: unless ngram >= 1 and max_penalty >= 0.
     """
     if ngram < 1 or not max_penalty >= 0:
-        raise ValueError(f"got ngram {ngram} and max_penalty {max_penalty}, wanted ngram >= 1 and max_penalty >= 0")
+        raise ValueError(f"got ngram {ngram} and max_penalty {max_penalty}, expected ngram >= 1 and max_penalty >= 0")
     words = completion.text.lower().split()
     total = len(words) - ngram + 1
     if total < 1:

@@ -82,29 +82,33 @@ class Judge:
         """Raise ValueError for what cannot be a judge."""
         parts = urlsplit(self.endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-            raise ValueError(f"judge.Judge.endpoint: got {self.endpoint!r}, wanted an address like http://host:8000/v1")
+            raise ValueError(
+                f"judge.Judge.endpoint: got {self.endpoint!r}, expected an address like http://host:8000/v1"
+            )
         if parts.username or parts.password:
             raise ValueError(
-                "judge.Judge.endpoint: got an address with a user or a password, wanted it without: the key goes into "
-                "the environment variable that judge.Judge.api_key_variable names"
+                "judge.Judge.endpoint: got an address with a user or a password, expected it without: the key goes "
+                "into the environment variable that judge.Judge.api_key_variable names"
             )
         for knob in ("name", "model"):
             if not getattr(self, knob).strip():
-                raise ValueError(f"judge.Judge.{knob}: got {getattr(self, knob)!r}, wanted a name")
+                raise ValueError(f"judge.Judge.{knob}: got {getattr(self, knob)!r}, expected a name")
         for field in NEEDED:
             if f"{{{field}}}" not in self.template:
-                raise ValueError(f"judge.Judge.template: got no {{{field}}} in {self.template[:80]!r}, wanted it there")
+                raise ValueError(
+                    f"judge.Judge.template: got no {{{field}}} in {self.template[:80]!r}, expected it there"
+                )
         if taken := sorted({"model", "messages", "n", "stream"} & {*self.sampling}):
-            raise ValueError(f"judge.Judge.sampling: got {', '.join(taken)}, wanted other fields of the request")
+            raise ValueError(f"judge.Judge.sampling: got {', '.join(taken)}, expected other fields of the request")
         least = {"concurrency": 1, "retries": 0, "max_failures": 1}
         for knob, value in least.items():
             if getattr(self, knob) < value:
-                raise ValueError(f"judge.Judge.{knob}: got {getattr(self, knob)}, wanted at least {value}")
+                raise ValueError(f"judge.Judge.{knob}: got {getattr(self, knob)}, expected at least {value}")
         for knob in ("backoff_seconds", "request_seconds", "batch_seconds"):
             if not getattr(self, knob) > 0:
-                raise ValueError(f"judge.Judge.{knob}: got {getattr(self, knob)}, wanted more than 0")
+                raise ValueError(f"judge.Judge.{knob}: got {getattr(self, knob)}, expected more than 0")
         if (read := self.read("", "mark")) is not None:
-            raise ValueError(f"judge.Judge.read: got {read} of an empty answer, wanted None: it cannot be read")
+            raise ValueError(f"judge.Judge.read: got {read} of an empty answer, expected None: it cannot be read")
 
     @property
     def __name__(self) -> str:
@@ -117,7 +121,9 @@ class Judge:
 
     def __call__(self, problem: Problem, completion: Completion) -> NoReturn:
         """Raise TypeError: a question takes a request, and who scores rows sends it."""
-        raise TypeError(f"judge {self.name}: got a call, wanted its rows scored by a reward pool, which sends requests")
+        raise TypeError(
+            f"judge {self.name}: got a call, expected its rows scored by a reward pool, which sends requests"
+        )
 
     def question(self, problem: Problem, completion: Completion) -> JudgeQuestion:
         """What is asked about a completion; of an episode, about all its turns."""
@@ -166,7 +172,7 @@ def marked_score(answer: str, mark: str, *, low: float, high: float) -> float | 
         ValueError: for a low that is not less than high.
     """
     if not low < high:
-        raise ValueError(f"judge.marked_score: got low {low} and high {high}, wanted low below high")
+        raise ValueError(f"judge.marked_score: got low {low} and high {high}, expected low below high")
     found = {float(number) for number in re.findall(_behind(mark) + _NUMBER, _conclusion(answer))}
     number = found.pop() if len(found) == 1 else None
     return None if number is None or not low <= number <= high else (number - low) / (high - low)
@@ -189,7 +195,7 @@ def marked_word(answer: str, mark: str, *, values: Mapping[str, float]) -> float
         ValueError: for no words.
     """
     if not values:
-        raise ValueError("judge.marked_word: got no values, wanted a reward for each word")
+        raise ValueError("judge.marked_word: got no values, expected a reward for each word")
     worth = {word.lower(): float(value) for word, value in values.items()}
     words = {word.lower() for word in re.findall(_behind(mark) + r"([^\W\d_]+)", _conclusion(answer))}
     return worth.get(words.pop()) if len(words) == 1 else None
@@ -204,7 +210,7 @@ def judges_of(value: Any) -> Iterator[Judge]:
     for item in value if isinstance(value, list | tuple) else inside:
         if isinstance(item, Judge) and knobs and function is not with_timeout:
             raise ValueError(
-                f"judge {item.name}: got it as a knob of {function.__module__}.{function.__name__}, wanted it among "
+                f"judge {item.name}: got it as a knob of {function.__module__}.{function.__name__}, expected it among "
                 "the parts of the reward or the graders, in wrappers.with_timeout or in a table of wrappers.by_task"
             )
         yield from judges_of(item)

@@ -39,7 +39,7 @@ def procedural_correct(problem: Problem, completion: Completion, *, answer_of: A
     """
     entry = problem.meta.get("entry")
     if entry is None:
-        raise ValueError(f"problem {problem.uid}: got no meta['entry'], wanted a problem of procedural.task")
+        raise ValueError(f"problem {problem.uid}: got no meta['entry'], expected a problem of procedural.task")
     answer = answer_of(completion.text)
     if answer is None:
         return 0.0
@@ -53,5 +53,5 @@ def procedural_correct(problem: Problem, completion: Completion, *, answer_of: A
 @lru_cache(maxsize=128)
 def _scorer(kind: str) -> Callable[[str, Any], float]:
     if factory is None:
-        raise ValueError(f"got no library reasoning-gym, wanted it: pip install 'grpo-fn[tasks]' ({_missing})")
+        raise ValueError(f"got no library reasoning-gym, expected it: pip install 'grpo-fn[tasks]' ({_missing})")
     return factory.get_score_answer_fn(kind)

@@ -42,5 +42,5 @@ def by_task(problem: Problem, completion: Completion, *, rewards: Mapping[str, R
     """
     name = problem.meta.get("task")
     if name not in rewards:
-        raise ValueError(f"problem {problem.uid}: got task {name!r}, wanted one with a reward: {', '.join(rewards)}")
+        raise ValueError(f"problem {problem.uid}: got task {name!r}, expected one with a reward: {', '.join(rewards)}")
     return rewards[name](problem, completion)

@@ -85,7 +85,7 @@ def run_program(
     limits = Limits(wall_seconds, cpu_seconds, memory_mb, processes, file_mb, output_kb)
     for name, value in limits._asdict().items():
         if not value > 0:
-            raise ValueError(f"sandbox {name}: got {value}, wanted more than 0")
+            raise ValueError(f"sandbox {name}: got {value}, expected more than 0")
     secret, start = secrets.token_hex(16), time.monotonic()
     life, held = os.pipe()  # `life`, which is read inside, hangs up when this process is gone, or done
     with open(life, "rb"), open(held, "wb"), isolation(limits) as cell:
@@ -111,9 +111,9 @@ def strongest_isolation(limits: Limits) -> AbstractContextManager[Cell]:
         if not _amiss(isolation):
             return isolation(limits)
     raise RuntimeError(
-        f"sandbox: got bubblewrap {_amiss(bubblewrap)!r} and namespaces {_amiss(namespaces)!r}, wanted one of them to "
-        "work: install bubblewrap, allow user namespaces, or accept what docs/rewards/sandbox.md says of rlimits with "
-        "sandbox.run_program.isolation = @isolation.rlimits_only"
+        f"sandbox: got bubblewrap {_amiss(bubblewrap)!r} and namespaces {_amiss(namespaces)!r}, expected one of them "
+        "to work: install bubblewrap, allow user namespaces, or accept what docs/rewards/sandbox.md says of rlimits "
+        "with sandbox.run_program.isolation = @isolation.rlimits_only"
     )
 
 
@@ -124,7 +124,7 @@ def check_runner(runner: Callable[[Program], Ran]) -> None:
     """
     ran = runner(PROBE)
     if not ran.proven or ran.verdicts != (True, False):
-        raise RuntimeError(f"sandbox: got {ran}, wanted the right answer accepted and the wrong one rejected")
+        raise RuntimeError(f"sandbox: got {ran}, expected the right answer accepted and the wrong one rejected")
 
 
 def available() -> dict[str, str]:
@@ -179,7 +179,7 @@ def _parse_report(output: str, complaint: str, secret: str, tests: int, seconds:
     lines = [line.split(" ") for line in output.splitlines()]
     words = [(line[1], bytes.fromhex(line[2]).decode(errors="replace")) for line in lines if line[0] == secret]
     if ("ready", "") not in words:
-        raise RuntimeError(f"sandbox: got {complaint or 'nothing'!r}, wanted the harness to start")
+        raise RuntimeError(f"sandbox: got {complaint or 'nothing'!r}, expected the harness to start")
     verdicts = [MEANING[text] for word, text in words if word == "verdict"]
     last = dict(words)
     return Ran(

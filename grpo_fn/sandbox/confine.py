@@ -117,8 +117,8 @@ def confine_judge(settings):
 def lower_limit(which, soft, hard=None):
     """Lower a limit, or leave what is lower already."""
     before = resource.getrlimit(which)[1]
-    wanted = (soft, soft if hard is None else hard)
-    resource.setrlimit(which, wanted if before == resource.RLIM_INFINITY else tuple(min(n, before) for n in wanted))
+    expected = (soft, soft if hard is None else hard)
+    resource.setrlimit(which, expected if before == resource.RLIM_INFINITY else tuple(min(n, before) for n in expected))
 
 
 def keep_python_importable():

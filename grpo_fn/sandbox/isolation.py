@@ -47,7 +47,7 @@ def bubblewrap(limits: Limits) -> Iterator[Cell]:
     Raises RuntimeError where it is not installed.
     """
     if (bwrap := shutil.which("bwrap")) is None:
-        raise RuntimeError("bubblewrap: got no bwrap on the PATH, wanted it installed: apt-get install bubblewrap")
+        raise RuntimeError("bubblewrap: got no bwrap on the PATH, expected it installed: apt-get install bubblewrap")
     user = unused_user_id()
     wrapper = [bwrap, "--die-with-parent", "--new-session", "--as-pid-1"]
     wrapper += [f"--unshare-{space}" for space in ("pid", "net", "ipc", "uts", "cgroup-try")]
@@ -232,7 +232,7 @@ def syscall_filter(machine: str, *, alone: bool) -> bytes:
     Raises ValueError for a machine whose numbers are not known here.
     """
     if machine not in MACHINES:
-        raise ValueError(f"system call filter: got a {machine} machine, wanted {' or '.join(MACHINES)}")
+        raise ValueError(f"system call filter: got a {machine} machine, expected {' or '.join(MACHINES)}")
     column = list(MACHINES).index(machine)
     steps = [(LOAD, MACHINE, 0, 0), (EQUAL, MACHINES[machine], 1, 0), (RETURN, KILL, 0, 0)]
     steps += [(LOAD, NUMBER, 0, 0), (AT_LEAST, UNKNOWN, 0, 1), _fail(ENOSYS)]

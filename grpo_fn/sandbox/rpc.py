@@ -90,14 +90,14 @@ class Reader:
 
     def _rebuilt(self, name):
         if name not in REBUILT:
-            raise ValueError(f"got {name}, wanted one of {', '.join(REBUILT)}")
+            raise ValueError(f"got {name}, expected one of {', '.join(REBUILT)}")
         module, kind = name.rsplit(".", 1)
         return getattr(__import__(module), kind)(*self.value())
 
     def _take(self, size):
         self.at += size
         if self.at > len(self.data):
-            raise ValueError(f"got {len(self.data)} bytes, wanted {self.at}")
+            raise ValueError(f"got {len(self.data)} bytes, expected {self.at}")
         return self.data[self.at - size : self.at]
 
 
@@ -228,7 +228,7 @@ class Peer:
 
     def _answer(self, kind, op, args, kwargs):
         if kind != "ask":
-            raise ValueError(f"got {kind!r}, wanted a question or an answer")
+            raise ValueError(f"got {kind!r}, expected a question or an answer")
         try:
             result = self.ops[op](*args, **kwargs)
             changed = tuple(map(_changeable, (*args, *kwargs.values())))
@@ -252,7 +252,7 @@ class Peer:
             if isinstance(value, kind):
                 return encode(bare(value), self._refer)
         if not self.lends(value):
-            raise Unsendable(f"got an object of type {type(value).__name__}, wanted plain data or a function")
+            raise Unsendable(f"got an object of type {type(value).__name__}, expected plain data or a function")
         number = self.number_of.setdefault(id(value), len(self.lent))
         if number == len(self.lent):
             self.lent.append(value)
@@ -263,7 +263,7 @@ class Peer:
             return self.lent[number]
         if tag in (b"m", b"h"):
             return Remote(self, number, tag == b"h")
-        raise ValueError(f"got tag {tag!r}, wanted one that is known")
+        raise ValueError(f"got tag {tag!r}, expected one that is known")
 
 
 def _changeable(argument):

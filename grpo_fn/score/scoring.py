@@ -64,7 +64,7 @@ class Lines:
         self._size += len(rest)
         if self._size > LONGEST_LINE:
             where = f"{self._name}:{self._number + 1}"
-            raise ValueError(f"{where}: got a line of more than {LONGEST_LINE} bytes, wanted a shorter one")
+            raise ValueError(f"{where}: got a line of more than {LONGEST_LINE} bytes, expected a shorter one")
         if not piece:
             self.ended = True
             self._finish()
@@ -93,17 +93,17 @@ def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suf
     Raises ValueError that says where, for a line that is not such a row, for turns that are none, and for a row that
     has one of the names that `annotate_row` adds with this suffix.
     """
-    row = json_object(where, line, wanted="an object with 'completion'")
+    row = json_object(where, line, expected="an object with 'completion'")
     fields = _renamed(row)
     for name in verdict_names(suffix):
         if name in row:
             raise ValueError(
-                f"{where}: got a row with {name!r} already, wanted none, or --field_suffix for a second verdict"
+                f"{where}: got a row with {name!r} already, expected none, or --field_suffix for a second verdict"
             )
     for name in ("completion", *needs):
-        fits, wanted = FIELDS[name]
+        fits, expected = FIELDS[name]
         if not fits(fields.get(name)):
-            raise ValueError(f"{where}: got {_shown(fields, name)}, wanted {wanted}")
+            raise ValueError(f"{where}: got {_shown(fields, name)}, expected {expected}")
     turns = read_turns(where, row.get("turns", []))
     meta = {name: value for name, value in fields.items() if name not in ("completion", "turns")}
     prompt, answer, length = fields.get("prompt"), fields.get("answer"), fields.get("length")
@@ -117,16 +117,18 @@ def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suf
 def read_turns(where: str, value: object) -> tuple[Turn, ...]:
     """The turns of an episode, as rollouts/ and evaluations store them. Raises ValueError that says where."""
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise ValueError(f"{where}: got 'turns': {json.dumps(value)[:80]}, wanted a list with an object for each turn")
+        raise ValueError(
+            f"{where}: got 'turns': {json.dumps(value)[:80]}, expected a list with an object for each turn"
+        )
     for n, turn in enumerate(value, start=1):
         lacking = [name for name in Turn._fields if name not in turn and name not in Turn._field_defaults]
         if lacking or (unknown := [name for name in turn if name not in Turn._fields]):
             got = f"no {lacking[0]!r}" if lacking else f"{unknown[0]!r}"
-            raise ValueError(f"{where}, turn {n}: got {got}, wanted the fields {', '.join(Turn._fields)}")
+            raise ValueError(f"{where}, turn {n}: got {got}, expected the fields {', '.join(Turn._fields)}")
         for name, content in turn.items():
-            fits, wanted = TURN_FIELDS[name]
+            fits, expected = TURN_FIELDS[name]
             if not fits(content):
-                raise ValueError(f"{where}, turn {n}: got {name!r}: {json.dumps(content)[:80]}, wanted {wanted}")
+                raise ValueError(f"{where}, turn {n}: got {name!r}: {json.dumps(content)[:80]}, expected {expected}")
     return tuple(Turn(**turn) for turn in value)
 
 
@@ -260,7 +262,7 @@ def reward_of(named: RewardSpec, knobs: Sequence[str]) -> RewardFn:
     try:
         inspect.signature(fn).bind("problem", "completion")
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{named.function}: got another signature, wanted f(problem, completion)") from error
+        raise ValueError(f"{named.function}: got another signature, expected f(problem, completion)") from error
     check_sandboxes([fn])
     return fn
 
@@ -365,7 +367,7 @@ def _source(path: Path | None) -> BinaryIO:
 
 def _sink(path: Path | None) -> BinaryIO:
     if path is not None and path.is_file() and path.stat().st_size:
-        raise ValueError(f"--output: got {path}, which holds something, wanted a new or an empty file")
+        raise ValueError(f"--output: got {path}, which holds something, expected a new or an empty file")
     return open(1 if path is None else path, "wb", closefd=path is not None)
 
 

@@ -14,14 +14,14 @@ class NoSpace(OSError, ValueError):
     """The disk is full or would be; a ValueError as well, because before a run starts it is bad input."""
 
 
-def no_space(path: Path, wanted: int) -> NoSpace:
-    """The error of a disk at `path` that did not take `wanted` bytes: it has too few, no inode, or a quota."""
-    if (free := free_bytes(path)) < wanted:
-        text = f"no space left: got {free:,} bytes free, wanted {wanted:,}"
+def no_space(path: Path, expected: int) -> NoSpace:
+    """The error of a disk at `path` that did not take `expected` bytes: it has too few, no inode, or a quota."""
+    if (free := free_bytes(path)) < expected:
+        text = f"no space left: got {free:,} bytes free, expected {expected:,}"
     elif out_of_inodes(path):
-        text = f"no space left: got {free:,} bytes and no inode free, wanted one for each new file"
+        text = f"no space left: got {free:,} bytes and no inode free, expected one for each new file"
     else:
-        text = f"no space left: got {free:,} bytes free, wanted {wanted:,}, refused all the same: is there a quota?"
+        text = f"no space left: got {free:,} bytes free, expected {expected:,}, refused all the same: is there a quota?"
     return NoSpace(errno.ENOSPC, text, str(path))
 
 

@@ -52,7 +52,7 @@ class BackgroundWorker(Executor):
         with self._changed:
             self._wait_for(lambda: len(self._calls) < self.max_pending or self._closed, self.timeout)
             if self._closed:
-                raise RuntimeError(f"{self.name}: got {what} after the shutdown, wanted it before")
+                raise RuntimeError(f"{self.name}: got {what} after the shutdown, expected it before")
             self._calls.append((what, future, partial(fn, *args, **kwargs)))
             self._changed.notify_all()
         return future
@@ -69,7 +69,7 @@ class BackgroundWorker(Executor):
         """The error of a call that is not done in time, with the innermost frames of its thread."""
         with self._changed:
             what = self._calls[0][0] if self._calls else self.name
-        error = TimeoutError(f"got no result of {what} within {seconds:g} s, wanted one by then")
+        error = TimeoutError(f"got no result of {what} within {seconds:g} s, expected one by then")
         if (frame := sys._current_frames().get(self._thread.ident)) is not None:
             error.add_note(f"its thread is at\n{''.join(traceback.format_stack(frame)[-FRAMES:]).rstrip()}")
         return error

@@ -46,23 +46,23 @@ class StopRequest:
             raise KeyboardInterrupt
 
 
-def use_deterministic_kernels(wanted: bool, device: str) -> None:
+def use_deterministic_kernels(expected: bool, device: str) -> None:
     """Have torch and cuBLAS use kernels that give the same bits again for the same inputs, or whichever is fastest.
 
     Called before the first product on the device: cuBLAS reads its variable then. Attention over packed rows
     (`ragged_attention`) follows torch's switch. An operation that has no such kernel warns and runs all the same; so
     would the fused kernels of `scaled_dot_product_attention`, in whose place its products are taken on CUDA.
     """
-    if wanted:
+    if expected:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # of transformers, which asks flash-attn for it
     import torch  # what waits for signals alone does without
 
-    torch.use_deterministic_algorithms(wanted, warn_only=wanted)
+    torch.use_deterministic_algorithms(expected, warn_only=expected)
     if device == "cuda":
-        torch.backends.cuda.enable_flash_sdp(not wanted)
-        torch.backends.cuda.enable_mem_efficient_sdp(not wanted)
-        torch.backends.cuda.enable_cudnn_sdp(not wanted)
+        torch.backends.cuda.enable_flash_sdp(not expected)
+        torch.backends.cuda.enable_mem_efficient_sdp(not expected)
+        torch.backends.cuda.enable_cudnn_sdp(not expected)
 
 
 def keep_freed_memory() -> None:

@@ -46,7 +46,7 @@ class World:
 
     def __init__(self, rank: int, size: int, device: torch.device, *, deadline: float) -> None:
         if deadline <= 0:
-            raise ValueError(f"deadline: got {deadline} s, wanted more than 0")
+            raise ValueError(f"deadline: got {deadline} s, expected more than 0")
         self.rank, self.size, self.device, self.deadline = rank, size, device, deadline
         self.where: Callable[[], str] = lambda: "the start"  # step and phase, set by the loop
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # around all talk, for a profiler
@@ -117,7 +117,7 @@ class World:
         """Raise RuntimeError on all ranks unless they bring the same: they would deadlock, or train on other data."""
         values = self.exchange(value, what=what)
         if odd := [rank for rank, other in enumerate(values) if other != values[0]]:
-            raise RuntimeError(f"{what}: got {values[odd[0]]} on rank {odd[0]}, wanted {values[0]} as on rank 0")
+            raise RuntimeError(f"{what}: got {values[odd[0]]} on rank {odd[0]}, expected {values[0]} as on rank 0")
 
     @contextmanager
     def talking(self, what: str) -> Iterator[None]:
@@ -172,7 +172,7 @@ class World:
     def _give_up(self, waited: float, what: str) -> None:
         message = (
             f"rank {self.rank} of {self.size} at {self.where()}: waited {waited:.0f} s for the other ranks in {what}, "
-            f"wanted at most {self.deadline:g}; the same command goes on from the newest checkpoint"
+            f"expected at most {self.deadline:g}; the same command goes on from the newest checkpoint"
         )
         print(message, file=sys.stderr, flush=True)
         with suppress(Exception):  # the exit code is the same without
@@ -251,7 +251,7 @@ def find_device(name: str, local: int) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # an unknown name; a build without that backend; no such card
         there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-        raise ValueError(f"got device {name!r}, wanted one that exists here: auto, {', '.join(there)}") from error
+        raise ValueError(f"got device {name!r}, expected one that exists here: auto, {', '.join(there)}") from error
 
 
 def _never() -> bool:

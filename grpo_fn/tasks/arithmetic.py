@@ -66,10 +66,10 @@ def task(*, max_value: int, operations: int, test_size: int) -> Task:
         ValueError: for a max_value below 2, no operations, or a test_size that leaves nothing on a side.
     """
     if max_value < 2 or operations < 1:
-        raise ValueError(f"got max_value {max_value} and operations {operations}, wanted at least 2 and at least 1")
+        raise ValueError(f"got max_value {max_value} and operations {operations}, expected at least 2 and at least 1")
     total = len(expression_contents(max_value=max_value, operations=operations))
     if not 0 < test_size < total:
-        raise ValueError(f"test_size: got {test_size}, wanted 1 to {total - 1} of the {total} contents")
+        raise ValueError(f"test_size: got {test_size}, expected 1 to {total - 1} of the {total} contents")
     held_out, rest = split_contents(max_value=max_value, operations=operations, test_size=test_size)
     words = frozen_key(_split_key(1))
     test = [_word(content, i, _draw(words, operations, i)) for i, content in enumerate(held_out)]

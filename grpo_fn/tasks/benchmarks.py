@@ -47,7 +47,7 @@ def gsm8k_answer(answer: str) -> str | None:
 def _gsm8k_problem(row: Row, template: str) -> Problem:
     answer = gsm8k_answer(row.value["answer"])
     if answer is None:
-        raise ValueError(f"{row.where}: got answer {row.value['answer'][-80:]!r}, wanted it to end in '#### n'")
+        raise ValueError(f"{row.where}: got answer {row.value['answer'][-80:]!r}, expected it to end in '#### n'")
     return Problem(0, templates.fill_template(template, {"question": row.value["question"]}), answer, {})
 
 
@@ -116,15 +116,15 @@ def _level(row: Row) -> int | None:
         return None
     named = {name: level for level in range(1, 6) for name in (level, f"Level {level}")}
     if isinstance(given, bool | float | list | dict) or given not in named:
-        raise ValueError(f"{row.where}: got level {given!r}, wanted 1 to 5, or 'Level 1' to 'Level 5', or 'Level ?'")
+        raise ValueError(f"{row.where}: got level {given!r}, expected 1 to 5, or 'Level 1' to 'Level 5', or 'Level ?'")
     return named[given]
 
 
-def _check_there(wanted: Sequence[Any], there: set[Any], knob: str) -> None:
-    absent = [value for value in wanted if value not in there]
-    if absent or not wanted:
+def _check_there(expected: Sequence[Any], there: set[Any], knob: str) -> None:
+    absent = [value for value in expected if value not in there]
+    if absent or not expected:
         known = ", ".join(sorted(map(str, there)))
-        raise ValueError(f"{knob}: got {list(wanted)!r}, wanted some of those in the training files: {known}")
+        raise ValueError(f"{knob}: got {list(expected)!r}, expected some of those in the training files: {known}")
 
 
 # -- MBPP: short Python programs with asserts to pass (Austin et al. 2021, arXiv:2108.07732), full and sanitized.
@@ -158,16 +158,18 @@ def mbpp(*, data: str, file: str, train: Sequence[str], test: Sequence[str], tem
     """
     _check_splits(train, test)
     if shown_tests < 0:
-        raise ValueError(f"shown_tests: got {shown_tests}, wanted 0 or more")
+        raise ValueError(f"shown_tests: got {shown_tests}, expected 0 or more")
     if not shown_tests and "{tests}" in template:
-        raise ValueError("shown_tests: got 0 with a template that holds {tests}, wanted it without, or 1 test or more")
+        raise ValueError(
+            "shown_tests: got 0 with a template that holds {tests}, expected it without, or 1 test or more"
+        )
     templates.check_template(template, ["text", "tests"] if shown_tests else ["text"])
     splits: dict[str, list[Problem]] = {name: [] for name in SPLITS}
     for row in jsonl_rows(Path(data), file, fields=("code",)):
         splits[_split(row)].append(_mbpp_problem(row, template, shown_tests))
     empty = [name for name in (*train, *test) if not splits[name]]
     if empty:
-        raise ValueError(f"{Path(data) / file}: got no rows of {', '.join(empty)}, wanted a task_id of those splits")
+        raise ValueError(f"{Path(data) / file}: got no rows of {', '.join(empty)}, expected a task_id of those splits")
     rows, held_out = (list(chain.from_iterable(splits[name] for name in names)) for names in (train, test))
     return from_rows(rows, held_out)
 
@@ -176,7 +178,7 @@ def _check_splits(train: Sequence[str], test: Sequence[str]) -> None:
     unknown = [name for name in (*train, *test) if name not in SPLITS]
     if unknown or len({*train, *test}) < len(train) + len(test) or not train:
         raise ValueError(
-            f"splits: got train {list(train)} and test {list(test)}, wanted some of {', '.join(SPLITS)}, each once, "
+            f"splits: got train {list(train)} and test {list(test)}, expected some of {', '.join(SPLITS)}, each once, "
             "and at least one to train on"
         )
 
@@ -186,13 +188,13 @@ def _split(row: Row) -> str:
     for name, numbers in SPLITS.items():
         if type(number) is int and number in numbers:
             return name
-    raise ValueError(f"{row.where}: got task_id {number!r}, wanted a whole number from 1 to 974")
+    raise ValueError(f"{row.where}: got task_id {number!r}, expected a whole number from 1 to 974")
 
 
 def _mbpp_problem(row: Row, template: str, shown_tests: int) -> Problem:
     tests = _lines(row, "test_list")
     if not tests:
-        raise ValueError(f"{row.where}: got no test in test_list, wanted at least one assert")
+        raise ValueError(f"{row.where}: got no test in test_list, expected at least one assert")
     imports = "test_imports" in row.value
     setup = "\n".join(_lines(row, "test_imports")) if imports else _unix(text_field(row, "test_setup_code"))
     asked = text_field(row, "text" if "text" in row.value else "prompt")
@@ -203,7 +205,7 @@ def _mbpp_problem(row: Row, template: str, shown_tests: int) -> Problem:
 def _lines(row: Row, field: str) -> tuple[str, ...]:
     value = row.value.get(field)
     if not isinstance(value, list) or not all(isinstance(line, str) for line in value):
-        raise ValueError(f"{row.where}: got the fields {', '.join(row.value)}, wanted a list of texts in {field!r}")
+        raise ValueError(f"{row.where}: got the fields {', '.join(row.value)}, expected a list of texts in {field!r}")
     return tuple(map(_unix, value))
 
 

@@ -87,14 +87,14 @@ def whole_counts(weights: Sequence[int | float]) -> tuple[int, ...]:
     """
     numbers = all(isinstance(weight, int | float) and isfinite(weight) and weight >= 0 for weight in weights)
     if not numbers or not any(weights):
-        raise ValueError(f"weights: got {list(weights)}, wanted finite numbers from 0 up, not all of them 0")
+        raise ValueError(f"weights: got {list(weights)}, expected finite numbers from 0 up, not all of them 0")
     ratio = [Fraction(str(weight)) for weight in weights]
     scale = lcm(*(share.denominator for share in ratio))
     whole = [int(share * scale) for share in ratio]
     counts = tuple(count // gcd(*whole) for count in whole)
     if sum(counts) > LARGEST_BLOCK:
         raise ValueError(
-            f"weights: got {list(weights)}, a ratio of whole numbers that add up to {sum(counts)}, wanted at most "
+            f"weights: got {list(weights)}, a ratio of whole numbers that add up to {sum(counts)}, expected at most "
             f"{LARGEST_BLOCK}, as 3 and 1 do"
         )
     return counts
@@ -126,13 +126,13 @@ def _apart_parts(
     """All held-out problems, the notes of the parts, and the parts without what is held out in any of them."""
     if set(tasks) != set(weights):
         raise ValueError(
-            f"weights: got {', '.join(weights) or 'none'}, wanted one each of {', '.join(tasks) or 'none'}"
+            f"weights: got {', '.join(weights) or 'none'}, expected one each of {', '.join(tasks) or 'none'}"
         )
     counts = whole_counts([weights[name] for name in tasks])
     parts = [(name, _of(name, make), count) for (name, make), count in zip(tasks.items(), counts, strict=True)]
     for name, part, count in parts:
         if count and not part.size:
-            raise ValueError(f"weights: got {weights[name]} for {name}, which has no training rows, wanted 0")
+            raise ValueError(f"weights: got {weights[name]} for {name}, which has no training rows, expected 0")
     test = number_tests([_named(name, problem) for name, part, _ in parts for problem in part.test])
     apart = tuple((name, _apart(name, part, test) if count else part, count) for name, part, count in parts)
     return test, [f"{name}: {line}" for name, part, _ in apart for line in part.notes], apart
@@ -249,11 +249,11 @@ def rows(*, base: Callable[[], Task], size: int) -> Task:
     made = base()
     if size < 0 or (size == 0 and not made.rows):
         raise ValueError(
-            f"mixture.rows size: got {size}, wanted how many of the problems, which are made as they are drawn"
+            f"mixture.rows size: got {size}, expected how many of the problems, which are made as they are drawn"
         )
     found = made.rows or _first_different(made, size)
     if len(found) < size:
-        raise ValueError(f"mixture.rows size: got {size}, wanted at most the {len(found)} rows that there are")
+        raise ValueError(f"mixture.rows size: got {size}, expected at most the {len(found)} rows that there are")
     return _of_rows(made, number_rows(found)[: size or None])
 
 
@@ -261,7 +261,7 @@ def _of_levels(made: Task) -> Task:
     without = [row for row in made.rows if "level" not in row.meta]
     if not made.rows or without:
         got = f"row {without[0].meta.get('row')} without one" if without else "a task without rows"
-        raise ValueError(f"mixture.levels: got {got}, wanted rows with meta['level']")
+        raise ValueError(f"mixture.levels: got {got}, expected rows with meta['level']")
     values = sorted({row.meta["level"] for row in made.rows}, key=lambda level: (level is None, level))
     parts = tuple(filter_rows(made, lambda row, level=level: row.meta["level"] == level)[0] for level in values)
     return made._replace(
@@ -314,7 +314,7 @@ def _train_row(chosen: Sequence[Problem], key: Tensor, index: int) -> Problem:
 def _narrow_chosen(task: Task, predicate: Predicate) -> Task:
     left = tuple(filter(predicate, task.rows))
     if not left:
-        raise ValueError(f"training rows: got {task.size}, of which none may stay, wanted at least one that does")
+        raise ValueError(f"training rows: got {task.size}, of which none may stay, expected at least one that does")
     return _of_rows(task, left)
 
 

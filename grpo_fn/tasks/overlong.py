@@ -97,5 +97,5 @@ def _check(side: str, problems: Sequence[Problem], length: Length, limit: int) -
         prompt = problems[lengths.index(longest)].prompt
         raise ValueError(
             f"prompts: got {over} of {len(problems)} {side} ones over the {limit} tokens that are left for a prompt "
-            f"(max_new_tokens, max_total_tokens), wanted none; the longest has at least {longest}: {prompt[:80]!r}"
+            f"(max_new_tokens, max_total_tokens), expected none; the longest has at least {longest}: {prompt[:80]!r}"
         )

@@ -116,9 +116,9 @@ def add_privileged(prompt: str, template: str, privileged: str) -> str | None:
     try:
         tried = [template.format(prompt="", privileged=one) for one in ("a", "b")]
     except (KeyError, IndexError, ValueError, AttributeError) as error:
-        raise ValueError(f"template: got {template!r} ({error}), wanted {{prompt}} and {{privileged}}") from error
+        raise ValueError(f"template: got {template!r} ({error}), expected {{prompt}} and {{privileged}}") from error
     if tried[0] == tried[1]:
-        raise ValueError(f"template: got {template!r}, wanted one with {{privileged}}")
+        raise ValueError(f"template: got {template!r}, expected one with {{privileged}}")
     if not privileged:
         return None
 

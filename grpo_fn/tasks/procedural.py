@@ -71,7 +71,7 @@ def task(
         levels: levels of the library's curriculum, of which each problem draws one; DEFAULT_LEVEL is its own settings.
         template: text of a prompt, holds `{question}`.
         test_size: held-out problems of each kind, spread over the levels.
-        accept: kinds that fail the audit and are wanted all the same.
+        accept: kinds that fail the audit and are used all the same.
 
     Returns:
         The task: a mixture.
@@ -83,7 +83,9 @@ def task(
     """
     check_template(template, ["question"])
     if not levels or test_size < 1:
-        raise ValueError(f"got levels {list(levels)} and test_size {test_size}, wanted at least one level and problem")
+        raise ValueError(
+            f"got levels {list(levels)} and test_size {test_size}, expected at least one level and problem"
+        )
     for name in weights:
         check_kind(name, levels, accept)
     parts = {name: partial(_kind, name, tuple(levels), template, test_size) for name in weights}
@@ -98,10 +100,10 @@ def kinds() -> list[str]:
 def check_kind(name: str, levels: Sequence[int], accept: Sequence[str]) -> None:
     """Check that the library has a kind at all of the levels, and that it passes the audit or is accepted."""
     if name not in kinds():
-        raise ValueError(f"kind: got {name!r}, wanted one of {', '.join(kinds())}")
+        raise ValueError(f"kind: got {name!r}, expected one of {', '.join(kinds())}")
     if name in AUDIT_FAILURES and name not in accept:
         raise ValueError(
-            f"kind: got {name}, wanted one that passes the audit: {AUDIT_FAILURES[name]}. To take it all the same, "
+            f"kind: got {name}, expected one that passes the audit: {AUDIT_FAILURES[name]}. To take it all the same, "
             "name it in procedural.task.accept"
         )
     for level in levels:
@@ -115,11 +117,11 @@ def settings_of(name: str, level: int) -> Any:
     if level == DEFAULT_LEVEL:
         return factory.DATASETS[name][1](size=1)
     if name not in factory.CURRICULA:
-        raise ValueError(f"{name}: got level {level}, wanted {DEFAULT_LEVEL}: it has no levels")
+        raise ValueError(f"{name}: got level {level}, expected {DEFAULT_LEVEL}: it has no levels")
     curriculum = factory.create_curriculum(name)
     most = max(len(attribute.levels) for attribute in curriculum.attributes.values())
     if not 0 <= level < most:
-        raise ValueError(f"{name}: got level {level}, wanted {DEFAULT_LEVEL} or 0 to {most - 1}")
+        raise ValueError(f"{name}: got level {level}, expected {DEFAULT_LEVEL} or 0 to {most - 1}")
     curriculum.set_global_level(level)
     base = _library("coaching.base_curriculum")
     one_level = base.DefaultCurriculumContext(mode=base.RangeAttributeMode.UPPER_BOUND)
@@ -146,8 +148,8 @@ def _kind(name: str, levels: tuple[int, ...], template: str, test_size: int) -> 
     test = tuple(islice(_different(stream), test_size))
     if len(test) < test_size:
         raise ValueError(
-            f"got {len(test)} different questions of {name} in {ATTEMPTS * test_size} seeds{_failures(failed)}, wanted "
-            f"{test_size}"
+            f"got {len(test)} different questions of {name} in {ATTEMPTS * test_size} seeds{_failures(failed)}, "
+            f"expected {test_size}"
         )
     held_out = frozenset(normalize_prompt(problem.prompt) for problem in test)
     return generated_task(partial(_train, name, levels, template, held_out), test, EPOCH)
@@ -195,7 +197,7 @@ def _train(
             return problem._replace(uid=index)
     hint = "" if len(failed) == ATTEMPTS else ": lower test_size"
     raise ValueError(
-        f"{name}: got {ATTEMPTS} seeds without a question that is not held out{_failures(failed)}, wanted one{hint}"
+        f"{name}: got {ATTEMPTS} seeds without a question that is not held out{_failures(failed)}, expected one{hint}"
     )
 
 
@@ -217,4 +219,6 @@ def _library(module: str) -> ModuleType:
     try:
         return importlib.import_module(f"reasoning_gym.{module}")
     except ImportError as error:
-        raise ValueError(f"got no library reasoning-gym, wanted it: pip install 'grpo-fn[tasks]' ({error})") from error
+        raise ValueError(
+            f"got no library reasoning-gym, expected it: pip install 'grpo-fn[tasks]' ({error})"
+        ) from error

@@ -53,10 +53,10 @@ def jsonl_rows(folder: Path, name: str, *, fields: Sequence[str]) -> list[Row]:
     if not folder.is_dir():
         beside = folder_listing(folder.parent) if folder.parent.is_dir() else "no such folder either"
         raise ValueError(
-            f"data: got {folder}, which is no folder, wanted one with {name}; {folder.parent} has: {beside}"
+            f"data: got {folder}, which is no folder, expected one with {name}; {folder.parent} has: {beside}"
         )
     if not (folder / name).is_file():
-        raise ValueError(f"data: got {folder} without {name}, wanted that file; there are: {folder_listing(folder)}")
+        raise ValueError(f"data: got {folder} without {name}, expected that file; there are: {folder_listing(folder)}")
     rows = list(json_lines(folder / name, fields))
     for row in rows:
         for field in fields:
@@ -69,7 +69,7 @@ def json_lines(path: Path, fields: Sequence[str]) -> Iterator[Row]:
 
     Args:
         path: path of the file.
-        fields: fields that an error names as wanted; they are not checked.
+        fields: fields that an error names as expected; they are not checked.
 
     Returns:
         The rows, in the order of the file.
@@ -79,12 +79,12 @@ def json_lines(path: Path, fields: Sequence[str]) -> Iterator[Row]:
     """
     row = None
     try:
-        for row in json_rows(path, wanted=f"an object with {', '.join(fields)}"):
+        for row in json_rows(path, expected=f"an object with {', '.join(fields)}"):
             yield row
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: got a file that cannot be read, wanted UTF-8 text: {error}") from error
+        raise ValueError(f"{path}: got a file that cannot be read, expected UTF-8 text: {error}") from error
     if row is None:
-        raise ValueError(f"{path}: got an empty file, wanted one JSON object a line")
+        raise ValueError(f"{path}: got an empty file, expected one JSON object a line")
 
 
 def text_field(row: Row, field: str) -> str:
@@ -102,12 +102,12 @@ def text_field(row: Row, field: str) -> str:
     """
     value = row.value.get(field)
     if not isinstance(value, str):
-        raise ValueError(f"{row.where}: got the fields {', '.join(row.value) or 'none'}, wanted text in {field!r}")
+        raise ValueError(f"{row.where}: got the fields {', '.join(row.value) or 'none'}, expected text in {field!r}")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can spell a surrogate alone; no tokenizer takes it
         raise ValueError(
-            f"{row.where}: got {field!r} with {error.object[error.start]!a}, wanted Unicode text"
+            f"{row.where}: got {field!r} with {error.object[error.start]!a}, expected Unicode text"
         ) from error
     return value
 
@@ -143,7 +143,7 @@ def file(fields: Sequence[str], *, path: str) -> Iterator[Row]:
     for found in _files(Path(path).expanduser()):
         reader = _READERS.get(found.suffix)
         if reader is None:
-            raise ValueError(f"path: got {found}, wanted a file that ends in {', '.join(_READERS)}")
+            raise ValueError(f"path: got {found}, expected a file that ends in {', '.join(_READERS)}")
         yield from reader(found, fields)
 
 
@@ -168,7 +168,7 @@ def hub(fields: Sequence[str], *, name: str, config: str, split: str, revision: 
         rows = datasets.load_dataset(name, config or None, split=split, revision=revision or None)
     except Exception as error:  # a dozen kinds, by what is wrong with name, network or files
         got = f"dataset {name!r}, config {config!r}, split {split!r}, revision {revision!r}"
-        raise ValueError(f"got {got}, wanted one that can be loaded: {type(error).__name__}: {error}") from error
+        raise ValueError(f"got {got}, expected one that can be loaded: {type(error).__name__}: {error}") from error
     _check_fields(f"{name}, split {split}", rows.column_names, fields)
     for number, value in zip(count(1), rows.select_columns(list(fields)), strict=False):
         yield Row(f"{name}/{split}:{number}", value)
@@ -178,7 +178,7 @@ def _files(path: Path) -> list[Path]:
     found = sorted(path.parent.glob(path.name)) if {"*", "?"} & {*path.name} else [path] if path.is_file() else []
     if not found:
         there = folder_listing(path.parent) if path.parent.is_dir() else "no such folder"
-        raise ValueError(f"path: got {path}, which is no file, wanted one; {path.parent} has: {there}")
+        raise ValueError(f"path: got {path}, which is no file, expected one; {path.parent} has: {there}")
     return found
 
 
@@ -198,20 +198,20 @@ def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[Row]:
             for number, value in enumerate(values, start=1):
                 yield Row(f"{path}:{number}", value)
     except (OSError, arrow.ArrowException) as error:
-        raise ValueError(f"{path}: got a file that cannot be read, wanted parquet: {error}") from error
+        raise ValueError(f"{path}: got a file that cannot be read, expected parquet: {error}") from error
 
 
 def _library(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"got no library {name!r}, wanted it: pip install 'grpo-fn[data]' ({error})") from error
+        raise ValueError(f"got no library {name!r}, expected it: pip install 'grpo-fn[data]' ({error})") from error
 
 
 def _check_fields(where: str, there: Sequence[str], fields: Sequence[str]) -> None:
     absent = [field for field in fields if field not in there]
     if absent:
-        raise ValueError(f"{where}: got the fields {', '.join(there) or 'none'}, wanted also {', '.join(absent)}")
+        raise ValueError(f"{where}: got the fields {', '.join(there) or 'none'}, expected also {', '.join(absent)}")
 
 
 _READERS = {".jsonl": _json_rows, ".json": _json_rows, ".parquet": _parquet_rows}
@@ -245,7 +245,7 @@ def task(*, train: Sequence[Source], test: Sequence[Source]) -> Task:
         rows, notes = drop_duplicates(_all(train))
         return drop_unanswered(with_notes(from_rows(rows, tests), *notes))
     if not test:
-        raise ValueError("rows.task: got no source, wanted one at least, to train on or to hold out")
+        raise ValueError("rows.task: got no source, expected one at least, to train on or to hold out")
     return held_out_only(tests)
 
 
@@ -268,7 +268,7 @@ def hold_out(*, rows: Sequence[Source], test_size: int) -> Task:
     every, notes = drop_duplicates(_all(rows))
     usable = drop_unanswered(with_notes(from_rows(every, ()), *notes))
     if not 0 < test_size < usable.size:
-        raise ValueError(f"test_size: got {test_size}, wanted 1 to {usable.size - 1} of the {usable.size} rows")
+        raise ValueError(f"test_size: got {test_size}, expected 1 to {usable.size - 1} of the {usable.size} rows")
     order = prng.permutation(prng.key(_SPLIT_SEED, device="cpu"), usable.size).tolist()
     shuffled = [usable.rows[i] for i in order]
     made = from_rows(shuffled[test_size:], shuffled[:test_size])
@@ -311,10 +311,10 @@ def read_problems(
     """
     templates.check_template(template, ["prompt"])
     if size < 0:
-        raise ValueError(f"size: got {size}, wanted 0 for all rows, or how many")
+        raise ValueError(f"size: got {size}, expected 0 for all rows, or how many")
     taken = [field for field in meta_fields if field in _TAKEN]
     if taken:
-        raise ValueError(f"meta_fields: got {', '.join(taken)}, wanted other fields: these names mean something else")
+        raise ValueError(f"meta_fields: got {', '.join(taken)}, expected other fields: these names mean something else")
     fields = dict.fromkeys((prompt_field, answer_field, *meta_fields))
     found = []
     for number, row in enumerate(islice(read(list(fields)), size or None)):
@@ -322,7 +322,7 @@ def read_problems(
         meta = {"row": number, "source": source, **{field: row.value[field] for field in meta_fields}}
         found.append(Problem(0, prompt, _gold(row.where, answer_field, answer, gold), meta))
     if not found:
-        raise ValueError(f"{source}: got no rows, wanted at least one")
+        raise ValueError(f"{source}: got no rows, expected at least one")
     return found
 
 
@@ -353,14 +353,14 @@ def read_demonstrations(
     """
     templates.check_template(template, ["prompt"])
     if size < 0:
-        raise ValueError(f"size: got {size}, wanted 0 for all rows, or how many")
+        raise ValueError(f"size: got {size}, expected 0 for all rows, or how many")
     found = []
     for number, row in enumerate(islice(read(list(dict.fromkeys((prompt_field, completion_field)))), size or None)):
         prompt, completion = _prompt_and_answer(row, prompt_field, completion_field, template)
         text = _completion(row.where, completion_field, completion)
         found.append(Problem(0, prompt, text.strip(), {"row": number, "source": source, COMPLETION: text}))
     if not found:
-        raise ValueError(f"{source}: got no rows, wanted at least one")
+        raise ValueError(f"{source}: got no rows, expected at least one")
     return found
 
 
@@ -386,7 +386,7 @@ def field_text(value: Any) -> str | None:
         case float() if math.isfinite(value):
             # Beyond 2**53 a float no longer says which whole number was meant.
             return str(int(value)) if value.is_integer() and abs(value) <= 2**53 else repr(value)
-    raise ValueError(f"got {type(value).__name__} {str(value)[:80]!r}, wanted text or a finite number")
+    raise ValueError(f"got {type(value).__name__} {str(value)[:80]!r}, expected text or a finite number")
 
 
 def _all(sources: Sequence[Source]) -> list[Problem]:
@@ -409,7 +409,7 @@ def _prompt_and_answer(row: Row, prompt_field: str, answer_field: str, template:
         if answer_field == prompt_field:
             last = messages.pop()
             if last["role"] != "assistant":
-                raise ValueError(f"last message: got one of {last['role']!r}, wanted the answer, one of 'assistant'")
+                raise ValueError(f"last message: got one of {last['role']!r}, expected the answer, one of 'assistant'")
             answer = last["content"]
         return chat_prompt(messages, fill), answer
     except ValueError as error:
@@ -421,10 +421,10 @@ def _completion(where: str, field: str, value: Any) -> str:
         if is_message_list(value):
             (message,) = read_messages(value) if len(value) == 1 else [{"role": f"{len(value)} messages"}]
             if message["role"] != "assistant":
-                raise ValueError(f"got {message['role']!r}, wanted one message of 'assistant'")
+                raise ValueError(f"got {message['role']!r}, expected one message of 'assistant'")
             value = message["content"]
         if not isinstance(value, str) or not value.strip():
-            raise ValueError(f"got {type(value).__name__} {str(value)[:80]!r}, wanted text that is not empty")
+            raise ValueError(f"got {type(value).__name__} {str(value)[:80]!r}, expected text that is not empty")
     except ValueError as error:
         raise ValueError(f"{where}: {field!r}: {error}") from error
     return value

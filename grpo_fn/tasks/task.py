@@ -55,13 +55,13 @@ def from_rows(rows: Sequence[Problem], test: Sequence[Problem]) -> Task:
         ValueError: when there are no rows, or none are left.
     """
     if len(rows) == 0:
-        raise ValueError("a task needs training rows: got none, wanted at least one")
+        raise ValueError("a task needs training rows: got none, expected at least one")
     tests = number_tests(test)
     asked = {normalize_prompt(problem.prompt) for problem in tests}
     every = number_rows(rows)
     left = tuple(problem for problem in every if normalize_prompt(problem.prompt) not in asked)
     if not left:
-        raise ValueError(f"training rows: got {len(every)}, all of them held-out problems, wanted rows that are not")
+        raise ValueError(f"training rows: got {len(every)}, all of them held-out problems, expected rows that are not")
     task = _over(Task(_no_training, tests, 0, (), _narrow_rows, ()), left)
     if len(left) == len(every):
         return task
@@ -167,7 +167,7 @@ def train_problems(task: Task, key: Tensor, start: int, count: int) -> tuple[Pro
 def check_index(index: int) -> None:
     """Raise ValueError for a place that no stream of training problems has."""
     if index < 0:
-        raise ValueError(f"training index: got {index}, wanted an integer >= 0")
+        raise ValueError(f"training index: got {index}, expected an integer >= 0")
 
 
 def turn_and_arm(index: int, arms: int) -> tuple[int, int]:
@@ -210,7 +210,7 @@ def _over(task: Task, rows: tuple[Problem, ...]) -> Task:
 def _narrow_rows(task: Task, predicate: Predicate) -> Task:
     left = tuple(filter(predicate, task.rows))
     if not left:
-        raise ValueError(f"training rows: got {task.size}, of which none may stay, wanted at least one that does")
+        raise ValueError(f"training rows: got {task.size}, of which none may stay, expected at least one that does")
     return _over(task, left)
 
 
@@ -219,11 +219,13 @@ def _narrow_empty(task: Task, predicate: Predicate) -> Task:
 
 
 def _narrow_nothing(task: Task, predicate: Predicate) -> Task:
-    raise ValueError("got problems that are made as they are drawn, of which none can be left out, wanted rows")
+    raise ValueError("got problems that are made as they are drawn, of which none can be left out, expected rows")
 
 
 def _no_training(key: Tensor, index: int) -> Problem:
-    raise ValueError(f"training index: got {index} of a task with a held-out set alone, wanted one with training rows")
+    raise ValueError(
+        f"training index: got {index} of a task with a held-out set alone, expected one with training rows"
+    )
 
 
 def _draw(rows: tuple[Problem, ...], key: Tensor, index: int) -> Problem:
@@ -242,7 +244,7 @@ def check_template(template: str, names: Sequence[str]) -> None:
     """Raise ValueError unless the template holds `{name}` for each of `names`."""
     for name in names:
         if f"{{{name}}}" not in template:
-            raise ValueError(f"template: got {template!r}, wanted one that holds {{{name}}}")
+            raise ValueError(f"template: got {template!r}, expected one that holds {{{name}}}")
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:
@@ -264,7 +266,9 @@ def all_answered(test: Sequence[Problem]) -> Sequence[Problem]:
     """The held-out problems themselves, all of them with an answer: a benchmark is whole. Raises ValueError."""
     without = [place_of(problem) for problem in number_rows(test) if not problem.answer]
     if without:
-        raise ValueError(f"held-out rows: got no answer in {list_places(without)} (counted from 0), wanted one in each")
+        raise ValueError(
+            f"held-out rows: got no answer in {list_places(without)} (counted from 0), expected one in each"
+        )
     return test
 
 

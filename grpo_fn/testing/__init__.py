@@ -6,7 +6,7 @@
         testing.check_reward(my_reward)
 
 A check draws as many examples as the hypothesis profile in force says, raises where an invariant is broken, and says
-which one, on what, and what was got and wanted. Knobs are bound before, as a gin file does: `partial(f, eps=1e-4)`.
+which one, on what, and what was got and expected. Knobs are bound before, as a gin file does: `partial(f, eps=1e-4)`.
 Each module of checks holds its invariants one by one as well, in INVARIANTS.
 
 Needs hypothesis (`pip install hypothesis`).

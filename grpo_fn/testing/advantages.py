@@ -41,9 +41,9 @@ def finite_and_zero_where_invalid(f: Advantage, rewards: Rewards) -> None:
         reward, valid = group
         adv = f(reward, valid)
         alike = adv.shape == reward.shape and adv.dtype == reward.dtype
-        check_claim(alike, f"got {adv}, wanted shape and dtype of {reward}")
-        check_claim(bool(adv.isfinite().all()), f"got {adv}, wanted finite advantages of finite rewards")
-        check_claim(bool((adv[~valid] == 0).all()), f"got {adv}, wanted exactly 0 where not {valid}")
+        check_claim(alike, f"got {adv}, expected shape and dtype of {reward}")
+        check_claim(bool(adv.isfinite().all()), f"got {adv}, expected finite advantages of finite rewards")
+        check_claim(bool((adv[~valid] == 0).all()), f"got {adv}, expected exactly 0 where not {valid}")
 
     for_all(groups(rewards), holds)
 
@@ -66,7 +66,7 @@ def constant_group_is_exactly_zero(f: Advantage, rewards: Rewards) -> None:
     def holds(example: tuple[float, float, Tensor]) -> None:
         value, garbage, valid = example
         adv = f(torch.where(valid, value, garbage).float(), valid)
-        check_claim(bool((adv == 0).all()), f"got {adv} for equal rewards {value}, wanted exactly 0")
+        check_claim(bool((adv == 0).all()), f"got {adv} for equal rewards {value}, expected exactly 0")
 
     sizes = st.integers(1, 64).flatmap(lambda g: st.lists(st.booleans(), min_size=g, max_size=g)).map(torch.tensor)
     ones = sizes.map(torch.ones_like)
@@ -80,7 +80,7 @@ def a_reward_that_is_not_finite_shows(f: Advantage, rewards: Rewards) -> None:
         (reward, valid), bad = example
         first = torch.arange(len(reward)) == 0
         adv = f(torch.where(first, bad, reward), valid | first)
-        check_claim(not adv.isfinite().all(), f"got {adv} for a valid reward of {bad}, wanted nan or inf in it")
+        check_claim(not adv.isfinite().all(), f"got {adv} for a valid reward of {bad}, expected nan or inf in it")
 
     for_all(st.tuples(groups(rewards, least=2), st.sampled_from(NO_NUMBERS[:3])), holds)
 
@@ -118,7 +118,7 @@ def advantages_are_bounded(f: Advantage, rewards: Rewards) -> None:
         reward, valid = group
         adv, scored = f(reward, valid), reward[valid]
         most = len(scored) * max(1.0, float(scored.max() - scored.min())) if len(scored) else 0.0
-        check_claim(bool((adv.abs() <= most * (1 + 1e-9)).all()), f"got {adv}, wanted at most {most:g} either way")
+        check_claim(bool((adv.abs() <= most * (1 + 1e-9)).all()), f"got {adv}, expected at most {most:g} either way")
 
     for_all(groups(rewards), holds)
 

@@ -47,10 +47,12 @@ def only_sampled_tokens_weigh(f: Weigh) -> None:
 
     def holds(batch: Batch) -> None:
         weight = f(batch, count(batch))
-        check_claim(weight.dtype == torch.float64, f"got weights in {weight.dtype}, wanted torch.float64 as the totals")
-        check_claim(bool(weight.isfinite().all()), f"got {weight}, wanted finite weights")
+        check_claim(
+            weight.dtype == torch.float64, f"got weights in {weight.dtype}, expected torch.float64 as the totals"
+        )
+        check_claim(bool(weight.isfinite().all()), f"got {weight}, expected finite weights")
         positive_there = bool(((weight > 0) == batch.mask).all() and (weight >= 0).all())
-        check_claim(positive_there, f"got {weight}, wanted > 0 where {batch.mask} only")
+        check_claim(positive_there, f"got {weight}, expected > 0 where {batch.mask} only")
 
     for_all(st.one_of(grouped_rows(), grouped_rows(MASKS.map(torch.zeros_like))), holds)
 
@@ -75,7 +77,7 @@ def padding_changes_no_weight(f: Weigh) -> None:
         wide = Batch(*(pad(x, extra, 0) for x in batch))
         weight = f(wide, count(wide))
         assert_same(weight[:, :-extra], f(batch, count(batch)), f"with {extra} columns of padding", tolerance=0.0)
-        check_claim(bool((weight[:, -extra:] == 0).all()), f"got {weight}, wanted exactly 0 in the last {extra}")
+        check_claim(bool((weight[:, -extra:] == 0).all()), f"got {weight}, expected exactly 0 in the last {extra}")
 
     for_all(st.tuples(grouped_rows(), st.integers(1, 3)), holds)
 
@@ -88,7 +90,7 @@ def totals_of_more_ranks_weigh_less(f: Weigh) -> None:
         mine = count(batch)
         both = Totals(*(x + y for x, y in zip(mine, count(elsewhere), strict=True)))
         less, alone = f(batch, both), f(batch, mine)
-        check_claim(bool((less <= alone).all()), f"got {less} with another rank's rows, wanted at most {alone}")
+        check_claim(bool((less <= alone).all()), f"got {less} with another rank's rows, expected at most {alone}")
 
     for_all(st.tuples(grouped_rows(), grouped_rows()), holds)
 

@@ -54,7 +54,7 @@ def chosen_arms_exist(curriculum: Curriculum, arms: Arms) -> None:
             check_arms(chosen, case.count, case.arms)
             after = curriculum.update(state, *dealt_rates(chosen, rates))
             check_arrays(after, state, "update")
-            check_claim(all(bool(x.isfinite().all()) for x in after.values()), f"got {after}, wanted finite arrays")
+            check_claim(all(bool(x.isfinite().all()) for x in after.values()), f"got {after}, expected finite arrays")
             state = after
 
     for_all(curriculum_cases(arms), holds)
@@ -127,7 +127,7 @@ def start_of(curriculum: Curriculum, case: CurriculumCase) -> Arrays:
     state = curriculum.start(case.arms, prng.key(case.seed, device="cpu"))
     check_claim(
         all(isinstance(x, Tensor) and x.device.type == "cpu" for x in state.values()),
-        f"got {state}, wanted a mapping from names to tensors on the CPU",
+        f"got {state}, expected a mapping from names to tensors on the CPU",
     )
     return state
 
@@ -150,8 +150,8 @@ def stored_again(state: Arrays) -> Arrays:
     return torch.load(file, weights_only=True)
 
 
-def same_arrays(got: Arrays, wanted: Arrays, what: str) -> None:
+def same_arrays(got: Arrays, expected: Arrays, what: str) -> None:
     """Raise AssertionError unless all bits are the same."""
-    check_arrays(got, wanted, what)
-    odd = [name for name in wanted if not torch.equal(got[name], wanted[name])]
-    check_claim(not odd, f"{what}: got {[got[n] for n in odd]} in {odd}, wanted {[wanted[n] for n in odd]}")
+    check_arrays(got, expected, what)
+    odd = [name for name in expected if not torch.equal(got[name], expected[name])]
+    check_claim(not odd, f"{what}: got {[got[n] for n in odd]} in {odd}, expected {[expected[n] for n in odd]}")

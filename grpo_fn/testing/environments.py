@@ -127,24 +127,28 @@ def takes_any_text(environment: Environment, problem: Problem, hostile: Sequence
             start = time.monotonic()
             _answers(environment, Script(problem, (message,), 0))
             seconds = time.monotonic() - start
-            check_claim(seconds <= deadline, f"got {seconds:.1f} s on {text!r:.160}, wanted at most {deadline}")
+            check_claim(seconds <= deadline, f"got {seconds:.1f} s on {text!r:.160}, expected at most {deadline}")
 
 
 def types_are_right(environment: Environment, script: Script) -> None:
     """A Start with messages; Steps with a finite reward or None, and observations unless done."""
     start, steps = _answers(environment, script)
-    check_claim(type(start) is Start, f"got {start!r:.200} from start, wanted a Start")
-    check_claim(len(start.messages) > 0, f"got no message from start on {script}, wanted at least one")
+    check_claim(type(start) is Start, f"got {start!r:.200} from start, expected a Start")
+    check_claim(len(start.messages) > 0, f"got no message from start on {script}, expected at least one")
     for step in steps:
-        check_claim(type(step) is Step, f"got {step!r:.200} from step, wanted a Step")
-        check_claim(type(step.done) is bool, f"got done {step.done!r}, wanted True or False")
+        check_claim(type(step) is Step, f"got {step!r:.200} from step, expected a Step")
+        check_claim(type(step.done) is bool, f"got done {step.done!r}, expected True or False")
         number = step.reward is None or (type(step.reward) in (int, float) and math.isfinite(step.reward))
-        check_claim(number, f"got the reward {step.reward!r} on {script}, wanted a finite number or None")
-        wanted = "no observation where done" if step.done else "an observation for the policy to read"
-        check_claim(bool(step.messages) != step.done, f"got {len(step.messages)} messages on {script}, wanted {wanted}")
+        check_claim(number, f"got the reward {step.reward!r} on {script}, expected a finite number or None")
+        expected = "no observation where done" if step.done else "an observation for the policy to read"
+        check_claim(
+            bool(step.messages) != step.done, f"got {len(step.messages)} messages on {script}, expected {expected}"
+        )
     for message in (message for answer in (start, *steps) for message in answer.messages):
         known = type(message) is Message and message.role in ROLES and isinstance(message.content, str)
-        check_claim(known, f"got the message {message!r:.200}, wanted a Message of one of the roles {', '.join(ROLES)}")
+        check_claim(
+            known, f"got the message {message!r:.200}, expected a Message of one of the roles {', '.join(ROLES)}"
+        )
 
 
 def state_is_plain(environment: Environment, script: Script) -> None:
@@ -154,9 +158,9 @@ def state_is_plain(environment: Environment, script: Script) -> None:
         try:
             again = json.loads(json.dumps(answer.state, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise AssertionError(f"got the state {answer.state!r:.300}, wanted plain data: {error}") from error
+            raise AssertionError(f"got the state {answer.state!r:.300}, expected plain data: {error}") from error
         same = _same_data(again, answer.state)
-        check_claim(same, f"got {again!r:.300} of the state {answer.state!r:.300} through JSON, wanted it as it was")
+        check_claim(same, f"got {again!r:.300} of the state {answer.state!r:.300} through JSON, expected it as it was")
 
 
 def is_pure(environment: Environment, script: Script) -> None:
@@ -189,7 +193,7 @@ def goes_on_from_a_stored_state(environment: Environment, script: Script) -> Non
 def ends_within_its_limit(environment: Environment, script: Script) -> None:
     """An episode of as many messages as the limit is done."""
     _, steps = _answers(environment, script)
-    said = f"got an episode that goes on after {len(steps)} turns on {script}, wanted its end by then"
+    said = f"got an episode that goes on after {len(steps)} turns on {script}, expected its end by then"
     check_claim(steps[-1].done, said)
 
 
@@ -201,7 +205,7 @@ def same_in_another_process(environment: Environment, scripts: SearchStrategy[Sc
     try:
         data = pickle.dumps((environment, episodes))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise AssertionError(f"got {environment!r:.300}, wanted functions that modules define: {error}") from error
+        raise AssertionError(f"got {environment!r:.300}, expected functions that modules define: {error}") from error
     here = json.loads(json.dumps([play_script(environment, *episode) for episode in episodes]))
     for seed in ("1", "2"):
         done = subprocess.run(
@@ -212,10 +216,12 @@ def same_in_another_process(environment: Environment, scripts: SearchStrategy[Sc
             timeout=SECONDS_TO_START,
             check=False,
         )
-        check_claim(done.returncode == 0, f"got in another process: {done.stderr.decode()[-600:]}, wanted the episodes")
+        check_claim(
+            done.returncode == 0, f"got in another process: {done.stderr.decode()[-600:]}, expected the episodes"
+        )
         there = json.loads(done.stdout)
-        for script, wanted, got in zip(drawn, here, there, strict=False):
-            _same(got, wanted, script, f"in another process with PYTHONHASHSEED={seed}")
+        for script, expected, got in zip(drawn, here, there, strict=False):
+            _same(got, expected, script, f"in another process with PYTHONHASHSEED={seed}")
 
 
 # What holds of every environment, and of a pure one.
@@ -228,13 +234,13 @@ def _answers(environment: Environment, script: Script) -> tuple[Start, tuple[Ste
     try:
         return play_script(environment, script.problem, script.messages, script.key)
     except Exception as error:
-        raise AssertionError(f"got {error!r:.300} on {script}, wanted an answer to any text") from error
+        raise AssertionError(f"got {error!r:.300} on {script}, expected an answer to any text") from error
 
 
-def _same(got: Any, wanted: Any, script: Script, where: str) -> None:
-    check_claim(_same_data(got, wanted), f"got {got!r:.400} {where} on {script}, wanted {wanted!r:.400}")
+def _same(got: Any, expected: Any, script: Script, where: str) -> None:
+    check_claim(_same_data(got, expected), f"got {got!r:.400} {where} on {script}, expected {expected!r:.400}")
 
 
-def _same_data(got: object, wanted: object) -> bool:
+def _same_data(got: object, expected: object) -> bool:
     """Equal, and of the same types throughout: 1 is not True, and a list is no tuple."""
-    return type(got) is type(wanted) and repr(got) == repr(wanted)
+    return type(got) is type(expected) and repr(got) == repr(expected)

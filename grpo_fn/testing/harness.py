@@ -1,4 +1,4 @@
-"""How an invariant is put to the proof: examples drawn by hypothesis, and claims that say what was got and wanted."""
+"""How an invariant is put to the proof: examples drawn by hypothesis, and claims that say what was got and expected."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,10 +25,10 @@ def for_all(examples: SearchStrategy[Any], holds: Callable[[Any], None], *, phas
         holds(example)
 
     proven.__name__ = proven.__qualname__ = name_of(holds)
-    wanted = [phase for phase in settings().phases if phase in phases]
+    expected = [phase for phase in settings().phases if phase in phases]
     # Time is no invariant here: the first call of a vmapped function alone takes longer than hypothesis's own deadline.
     patient = [*settings().suppress_health_check, HealthCheck.too_slow]
-    once = settings(deadline=None, phases=wanted, suppress_health_check=patient, report_multiple_bugs=False)
+    once = settings(deadline=None, phases=expected, suppress_health_check=patient, report_multiple_bugs=False)
     try:
         once(given(example=examples)(proven))()
     except FlakyFailure as failure:
@@ -54,7 +54,7 @@ def check_claim(holds: bool, what: str) -> None:
 
     Args:
         holds: whether it does.
-        what: got and wanted, as the message says it.
+        what: got and expected, as the message says it.
 
     Raises:
         AssertionError: the claim does not hold; its message is `what`.
@@ -63,8 +63,8 @@ def check_claim(holds: bool, what: str) -> None:
         raise AssertionError(what)
 
 
-def assert_same(got: Tensor, wanted: Tensor, what: str, *, tolerance: float) -> None:
+def assert_same(got: Tensor, expected: Tensor, what: str, *, tolerance: float) -> None:
     """Raises AssertionError, naming `what`, unless the tensors agree in shape, dtype and value; nan equals nan."""
     torch.testing.assert_close(
-        got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda detail: f"{what}: {detail}"
+        got, expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda detail: f"{what}: {detail}"
     )

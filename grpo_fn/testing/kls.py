@@ -36,7 +36,7 @@ def agreeing_policies_cost_exactly_nothing(f: Estimator) -> None:
 
     def holds(drawn: Row) -> None:
         cost = f(*drawn)
-        check_claim(bool((cost == 0).all()), f"got {cost} between equal policies, wanted exactly 0")
+        check_claim(bool((cost == 0).all()), f"got {cost} between equal policies, expected exactly 0")
 
     for_all(loss_rows(drift=0.0), holds)
 

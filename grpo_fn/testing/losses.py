@@ -53,14 +53,16 @@ def reports_known_diagnostics(f: TokenLoss) -> None:
 
     def holds(drawn: Row) -> None:
         loss, seen = in_full(f)(*drawn)
-        check_claim(loss.shape == drawn[0].shape, f"got a loss of shape {tuple(loss.shape)}, wanted one number a token")
-        check_claim(set(seen) <= DIAGNOSTICS, f"got diagnostics {sorted(seen)}, wanted some of {sorted(DIAGNOSTICS)}")
+        check_claim(
+            loss.shape == drawn[0].shape, f"got a loss of shape {tuple(loss.shape)}, expected one number a token"
+        )
+        check_claim(set(seen) <= DIAGNOSTICS, f"got diagnostics {sorted(seen)}, expected some of {sorted(DIAGNOSTICS)}")
         for name, x in seen.items():
-            check_claim(x.shape == drawn[0].shape, f"got {name} of shape {tuple(x.shape)}, wanted one number a token")
-            check_claim(bool(x.isfinite().all()), f"got {name} {x}, wanted finite numbers")
+            check_claim(x.shape == drawn[0].shape, f"got {name} of shape {tuple(x.shape)}, expected one number a token")
+            check_claim(bool(x.isfinite().all()), f"got {name} {x}, expected finite numbers")
         low, high = (seen.get(name, torch.zeros_like(loss)) for name in ("clip_low", "clip_high"))
-        check_claim({*low.tolist(), *high.tolist()} <= {0.0, 1.0}, f"got clips {low} and {high}, wanted 0 or 1")
-        check_claim(not (low * high).any(), f"got clips {low} and {high}, wanted one of them at most")
+        check_claim({*low.tolist(), *high.tolist()} <= {0.0, 1.0}, f"got clips {low} and {high}, expected 0 or 1")
+        check_claim(not (low * high).any(), f"got clips {low} and {high}, expected one of them at most")
 
     for_all(loss_rows(), holds)
 
@@ -72,8 +74,10 @@ def what_is_behind_the_mask_has_no_say(f: TokenLoss) -> None:
         drawn, garbage = example
         (loss, seen), dirty, mask = in_full(f)(*drawn), with_garbage(*drawn, garbage), drawn[1].mask
         gradient = loss_gradient(f, *drawn)
-        check_claim(bool((loss[~mask] == 0).all()), f"got {loss}, wanted exactly 0 where not {mask}")
-        check_claim(bool((gradient[~mask] == 0).all()), f"got a gradient {gradient}, wanted exactly 0 where not {mask}")
+        check_claim(bool((loss[~mask] == 0).all()), f"got {loss}, expected exactly 0 where not {mask}")
+        check_claim(
+            bool((gradient[~mask] == 0).all()), f"got a gradient {gradient}, expected exactly 0 where not {mask}"
+        )
         there = f"with {garbage} behind the mask"
         again, figures = in_full(f)(*dirty)
         assert_same(again, loss, f"the loss {there}", tolerance=0.0)
@@ -90,11 +94,11 @@ def padding_changes_nothing(f: TokenLoss) -> None:
     def holds(example: tuple[Row, int]) -> None:
         drawn, extra = example
         loss, seen = in_full(f)(*with_padding(*drawn, extra))
-        alone, wanted = in_full(f)(*drawn)
-        check_claim(bool((loss[-extra:] == 0).all()), f"got {loss}, wanted exactly 0 in the last {extra}")
+        alone, expected = in_full(f)(*drawn)
+        check_claim(bool((loss[-extra:] == 0).all()), f"got {loss}, expected exactly 0 in the last {extra}")
         assert_same(loss[:-extra], alone, f"the loss with {extra} columns of padding", tolerance=1e-12)
         for name, x in seen.items():
-            assert_same(x[:-extra], wanted[name], f"{name} with {extra} columns of padding", tolerance=1e-12)
+            assert_same(x[:-extra], expected[name], f"{name} with {extra} columns of padding", tolerance=1e-12)
 
     for_all(st.tuples(loss_rows(), st.integers(1, 3)), holds)
 
@@ -108,8 +112,8 @@ def rows_do_not_leak(f: TokenLoss) -> None:
         together, seen = vmap(in_full(f))(logp, batch)
         assert_same(together, torch.stack([loss for loss, _ in alone]), "the loss vmapped over rows", tolerance=1e-12)
         for name, x in seen.items():
-            wanted = torch.stack([found[name] for _, found in alone])
-            assert_same(x, wanted, f"{name} vmapped over rows", tolerance=1e-12)
+            expected = torch.stack([found[name] for _, found in alone])
+            assert_same(x, expected, f"{name} vmapped over rows", tolerance=1e-12)
 
     for_all(batches(), holds)
 
@@ -149,7 +153,7 @@ def float32_gives_what_float64_gives(f: TokenLoss) -> None:
         full = Batch(*(x.double() if x.is_floating_point() else x for x in half))  # the very same numbers
         loss, seen = in_full(f)(low, half)
         for name, x in {"loss": loss, **seen}.items():
-            check_claim(x.dtype == torch.float32, f"got {name} in {x.dtype}, wanted torch.float32 as its input")
+            check_claim(x.dtype == torch.float32, f"got {name} in {x.dtype}, expected torch.float32 as its input")
         assert_same(loss.double(), in_full(f)(low.double(), full)[0], "the loss in float32", tolerance=1e-4)
 
     for_all(loss_rows(drift=3.0), holds)

@@ -62,7 +62,7 @@ def found_by_name(reward: RewardFn) -> None:
     try:
         pickle.dumps(reward)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise AssertionError(f"got {reward!r}, wanted a function that a module defines: {error}") from error
+        raise AssertionError(f"got {reward!r}, expected a function that a module defines: {error}") from error
 
 
 def check_value_and_time(score: Score, row: TextRow, bounds: Bounds) -> None:
@@ -78,7 +78,7 @@ def check_value_and_time(score: Score, row: TextRow, bounds: Bounds) -> None:
     """
     (value,) = score([row])
     fits = value is None or bounds[0] <= value <= bounds[1]
-    check_claim(fits, f"got {value} on {row}, wanted within {bounds}, or None")
+    check_claim(fits, f"got {value} on {row}, expected within {bounds}, or None")
 
 
 def a_function_of_the_row(one: Score, other: Score, rows: SearchStrategy[TextRow]) -> None:
@@ -90,10 +90,10 @@ def a_function_of_the_row(one: Score, other: Score, rows: SearchStrategy[TextRow
     def holds(example: tuple[list[TextRow], list[int]]) -> None:
         drawn, order = example
         first, again = one(drawn), one(drawn)
-        check_claim(again == first, f"got {again} after {first} for the same rows, wanted the same")
+        check_claim(again == first, f"got {again} after {first} for the same rows, expected the same")
         elsewhere = other([drawn[place] for place in order])
-        wanted = [first[place] for place in order]
-        check_claim(elsewhere == wanted, f"got {elsewhere} in another process and order, wanted {wanted}")
+        expected = [first[place] for place in order]
+        check_claim(elsewhere == expected, f"got {elsewhere} in another process and order, expected {expected}")
 
     for_all(shuffled, holds, phases=UNSHRUNK)
 
@@ -107,7 +107,7 @@ def scoring(reward: RewardFn, deadline: float, memory_mb: int) -> Iterator[Score
             outcomes = pool.judge(reward, [row.problem for row in rows], [row.completion for row in rows])
             for row, outcome in zip(rows, outcomes, strict=True):
                 known = outcome.value is not None or outcome.reason == RETURNED_NONE
-                check_claim(known, f"got {outcome.reason} on {row}, wanted a number or None")
+                check_claim(known, f"got {outcome.reason} on {row}, expected a number or None")
             return [outcome.value for outcome in outcomes]
 
         yield score

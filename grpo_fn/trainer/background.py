@@ -12,7 +12,7 @@ from grpo_fn.shell.world import World
 T = TypeVar("T")
 U = TypeVar("U")
 
-ShouldStop = Callable[[], bool]  # whether the work that is given it is not wanted any more
+ShouldStop = Callable[[], bool]  # whether the work that is given it is needed no more
 
 
 class Background(AbstractContextManager):
@@ -24,7 +24,7 @@ class Background(AbstractContextManager):
 
     def __init__(self, world: World, *, deadline: float) -> None:
         if not deadline > 0:
-            raise ValueError(f"deadline of work beside the training: got {deadline} s, wanted more than 0")
+            raise ValueError(f"deadline of work beside the training: got {deadline} s, expected more than 0")
         self.deadline = deadline
         self.name: str | None = None  # of what is at work; the same on every rank
         self._world = world
@@ -38,7 +38,7 @@ class Background(AbstractContextManager):
         Raises RuntimeError when another one is at work.
         """
         if self.name is not None:
-            raise RuntimeError(f"got {name} to begin beside {self.name}, wanted one at a time")
+            raise RuntimeError(f"got {name} to begin beside {self.name}, expected one at a time")
         self.name = name
         if self._world.main:
             self._start = time.monotonic()

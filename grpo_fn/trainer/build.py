@@ -249,7 +249,9 @@ def check_ranks(settings: Settings, request: RunRequest, world: World) -> None:
     text = sha256(request.config.text.encode()).hexdigest()  # the fingerprint is blind to changeable sections
     world.same((text, torch.__version__, world.device.type), what="configuration, torch and device")
     if (prompts := settings.algorithm.prompts) < world.size:
-        raise ValueError(f"prompts: got {prompts} a step for {world.size} ranks, wanted at least one for each of them")
+        raise ValueError(
+            f"prompts: got {prompts} a step for {world.size} ranks, expected at least one for each of them"
+        )
     settings.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
 
 

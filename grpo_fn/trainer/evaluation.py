@@ -35,13 +35,13 @@ TAKEN = {
 def check_sampled(samples: int, ks: Sequence[int], by: Sequence[str]) -> None:
     """Raise ValueError for numbers of samples, ks and keys that do not fit together."""
     if samples < 0:
-        raise ValueError(f"evaluation samples: got {samples}, wanted 0 for none or a number of them")
+        raise ValueError(f"evaluation samples: got {samples}, expected 0 for none or a number of them")
     if isinstance(by, str):
-        raise ValueError(f"evaluation by: got {by!r}, wanted a list of keys, such as ({by!r},)")
+        raise ValueError(f"evaluation by: got {by!r}, expected a list of keys, such as ({by!r},)")
     out_of_range = [k for k in ks if not 1 <= k <= samples]
     if samples and (out_of_range or not ks):
         raise ValueError(
-            f"evaluation ks: got {list(ks)} with {samples} samples a problem, wanted each of them from 1 to {samples}"
+            f"evaluation ks: got {list(ks)} with {samples} samples a problem, expected each of them from 1 to {samples}"
         )
 
 
@@ -143,10 +143,12 @@ def final_answer(text: str) -> str | None:
 def grader_names(judges: Sequence[RewardFn]) -> list[str]:
     """The functions' names, as for reward parts. Raises ValueError for none, for two alike and for a figure's name."""
     if not judges:
-        raise ValueError("judges: got none, wanted at least one: the first says what is right")
+        raise ValueError("judges: got none, expected at least one: the first says what is right")
     names = part_names(judges)
     if odd := TAKEN.intersection(names[1:]):
-        raise ValueError(f"judges: got one called {min(odd)}, wanted another name: eval/{min(odd)} is a figure already")
+        raise ValueError(
+            f"judges: got one called {min(odd)}, expected another name: eval/{min(odd)} is a figure already"
+        )
     return names
 
 
@@ -162,7 +164,7 @@ def summarise(judged: Sequence[GradedAnswer], *, ks: Sequence[int], by: Sequence
     Raises ValueError when nothing was evaluated.
     """
     if not judged:
-        raise ValueError("evaluation: got no problems, wanted at least one that is held out")
+        raise ValueError("evaluation: got no problems, expected at least one that is held out")
     attempts = [row.greedy for row in judged]
     scored, right = tally(judged)
     low, high = wilson(right, scored)

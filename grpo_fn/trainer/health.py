@@ -92,7 +92,7 @@ def rules_with_limits(chosen: Sequence[str | Rule], limits: Mapping[str, int | f
     for rule in chosen:
         if isinstance(rule, str):
             if rule not in RULES:
-                raise ValueError(f"sections.Health: got the rule {rule!r}, wanted one of {', '.join(RULES)}")
+                raise ValueError(f"sections.Health: got the rule {rule!r}, expected one of {', '.join(RULES)}")
             rules.append(replace(RULES[rule], limit=limits.get(rule, RULES[rule].limit)))
             continue
         try:
@@ -107,11 +107,11 @@ def check_rule_limits(limits: Mapping[str, object]) -> None:
     """Raise ValueError for a limit of no rule, and for one that cannot work."""
     for name, limit in limits.items():
         if name not in RULES:
-            raise ValueError(f"sections.Health.limits: got the rule {name!r}, wanted one of {', '.join(RULES)}")
+            raise ValueError(f"sections.Health.limits: got the rule {name!r}, expected one of {', '.join(RULES)}")
         most = RULES[name].largest
         if not isinstance(limit, int | float) or not 0 < limit < math.inf or limit > most:
             bound = "" if most == math.inf else f" and at most {most:g}"
-            raise ValueError(f"sections.Health.limits: got {limit!r} for {name}, wanted a number above 0{bound}")
+            raise ValueError(f"sections.Health.limits: got {limit!r} for {name}, expected a number above 0{bound}")
 
 
 def rule_name(rule: Rule) -> str:

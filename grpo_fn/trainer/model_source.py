@@ -42,7 +42,7 @@ def locate(name: str, *, warn: Callable[[str], None]) -> LocatedModel:
     path, run = Path(name).absolute(), run_of(name)
     if run is None:
         if (path / MANIFEST).is_file():
-            raise ValueError(f"got checkpoint {name} in no run folder, wanted DIR/checkpoints/{path.name} of one")
+            raise ValueError(f"got checkpoint {name} in no run folder, expected DIR/checkpoints/{path.name} of one")
         return LocatedModel(hf.Pretrained(name), None, name)
     exported = run / "model"
     saved = verified_checkpoint(path) if path != run else newest_verified(run, warn)
@@ -75,7 +75,7 @@ def newest_verified(run: Path, warn: Callable[[str], None]) -> Path | None:
             warn(f"skipped: {error}")
     if exported:
         return None
-    raise ValueError(f"got run folder {run} without model/ and without a whole checkpoint, wanted one that has saved")
+    raise ValueError(f"got run folder {run} without model/ and without a whole checkpoint, expected one that has saved")
 
 
 def verified_checkpoint(path: Path) -> Path:
@@ -83,7 +83,7 @@ def verified_checkpoint(path: Path) -> Path:
     try:
         verify(path)
     except (Broken, OSError) as error:  # a run that is going on may delete it while it is looked at
-        raise ValueError(f"got checkpoint {path}, which is broken: {error}; wanted a whole one") from error
+        raise ValueError(f"got checkpoint {path}, which is broken: {error}; expected a whole one") from error
     return path
 
 
@@ -110,7 +110,7 @@ def check_fits(saved: Path, config: PretrainedConfig) -> None:
     if differing:
         name = differing[0]
         raise ValueError(
-            f"got checkpoint {saved} of another model: {name} {stored_shapes.get(name, 'is not in it')}, wanted "
+            f"got checkpoint {saved} of another model: {name} {stored_shapes.get(name, 'is not in it')}, expected "
             f"{expected.get(name) or 'nothing of that name'} ({len(differing)} weights differ)"
         )
 
@@ -172,7 +172,7 @@ def find_run_checkpoint(name: str) -> LocatedModel:
     """The checkpoint, or the newest whole one of a run. Raises ValueError where there is none."""
     warn, run = partial(print, file=sys.stderr), run_of(name)
     if run is None:
-        raise ValueError(f"got {name}, wanted a run folder or a checkpoint in one")
+        raise ValueError(f"got {name}, expected a run folder or a checkpoint in one")
     if Path(name).absolute() != run:
         return locate(name, warn=warn)
     root = run / "checkpoints"
@@ -181,7 +181,7 @@ def find_run_checkpoint(name: str) -> LocatedModel:
             return locate(str(root / f"step_{step}"), warn=warn)
         except ValueError as error:
             warn(f"skipped: {error}")
-    raise ValueError(f"got run folder {run} without a whole checkpoint, wanted one that has saved")
+    raise ValueError(f"got run folder {run} without a whole checkpoint, expected one that has saved")
 
 
 def export_whole(located: LocatedModel, out: Path) -> None:
@@ -201,7 +201,7 @@ def export_whole(located: LocatedModel, out: Path) -> None:
 def export_adapter(located: LocatedModel, out: Path) -> None:
     """Write the adapters alone. Raises ValueError where there are none."""
     if (how := adapters(located.checkpoint)) is None:
-        raise ValueError(f"got --adapter for {located.path}, wanted a checkpoint of a run with LoRA")
+        raise ValueError(f"got --adapter for {located.path}, expected a checkpoint of a run with LoRA")
     check_fits(located.checkpoint, located.source.config())
     tensors = store.read_tensors(located.checkpoint, WEIGHTS)
     building = out.with_name(f".{out.name}-new")

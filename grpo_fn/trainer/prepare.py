@@ -67,7 +67,7 @@ def prompt_limit(sampling: Sampling, max_positions: int | None) -> int | None:
         return None if max_positions is None else max_positions - sampling.max_new_tokens
     if max_positions is not None and total > max_positions:
         raise ValueError(
-            f"sections.Sampling.max_total_tokens: got {total}, wanted at most the model's {max_positions} positions"
+            f"sections.Sampling.max_total_tokens: got {total}, expected at most the model's {max_positions} positions"
         )
     return total - 1
 
@@ -101,7 +101,7 @@ def prepare_data(
         return PreparedModel(folder, tokenizer, task)
     if empty := [problem.prompt for problem in (*drawn, *task.test) if not length(problem)]:
         raise ValueError(
-            f"got a prompt of no tokens, {empty[0][:80]!r} with the tokenizer of {folder}, wanted at least one: is "
+            f"got a prompt of no tokens, {empty[0][:80]!r} with the tokenizer of {folder}, expected at least one: is "
             "the prompt empty, or the folder without the tokenizer's files?"
         )
     if limit is None:
@@ -133,7 +133,7 @@ def check_openings(
             if len(opening) > limit:
                 raise ValueError(
                     f"sections.Episodes.environment: {episodes.name}: got an opening of {len(opening)} tokens for "
-                    f"problem {problem.uid}, wanted at most {limit} (sections.Sampling.max_total_tokens less one for "
+                    f"problem {problem.uid}, expected at most {limit} (sections.Sampling.max_total_tokens less one for "
                     f"a turn): {answer.messages[0].content[:80]!r}"
                 )
 
@@ -156,8 +156,8 @@ def fitting_episodes(
         if count:
             raise ValueError(
                 f"sections.Data.overlong_prompts: got a rule that leaves out {count} problems by their prompts, and "
-                f"{episodes.name}, which is not pure, wanted overlong.refuse: what such an environment begins with is "
-                "known when it is asked, in the run"
+                f"{episodes.name}, which is not pure, expected overlong.refuse: what such an environment begins with "
+                "is known when it is asked, in the run"
             )
         return left
     if not refuses and task.rows:

@@ -243,7 +243,7 @@ def check_same_kernels(run: TrainingRun, when: str) -> None:
             first, expected = first_choice.setdefault(what, (rank, which))
             if which != expected:
                 raise RuntimeError(
-                    f"{what}, by a trial on each rank, {when}: got {which} on rank {rank}, wanted {expected} "
+                    f"{what}, by a trial on each rank, {when}: got {which} on rank {rank}, expected {expected} "
                     f"as on rank {first}"
                 )
 

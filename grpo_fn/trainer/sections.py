@@ -90,7 +90,7 @@ class Sampling:
         check_positive(max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
         if self.max_total_tokens is not None and self.max_total_tokens < 2:
             raise ValueError(
-                f"sections.Sampling.max_total_tokens: got {self.max_total_tokens}, wanted None or at least 2, for a "
+                f"sections.Sampling.max_total_tokens: got {self.max_total_tokens}, expected None or at least 2, for a "
                 "prompt and its completion"
             )
 
@@ -115,10 +115,10 @@ class Episodes:
     def __post_init__(self) -> None:
         if not isinstance(self.environment, Environment):
             got = type(self.environment).__name__
-            raise ValueError(f"sections.Episodes.environment: got a {got}, wanted an Environment (core.environment)")
+            raise ValueError(f"sections.Episodes.environment: got a {got}, expected an Environment (core.environment)")
         check_positive(max_turns=self.max_turns, max_turn_tokens=self.max_turn_tokens)
         if self.answer_steps is not None and self.answer_steps < 0:
-            raise ValueError(f"sections.Episodes.answer_steps: got {self.answer_steps}, wanted None or at least 0")
+            raise ValueError(f"sections.Episodes.answer_steps: got {self.answer_steps}, expected None or at least 0")
 
     @property
     def name(self) -> str:
@@ -138,8 +138,8 @@ class Episodes:
         chat = self.chat_format(tokenizer)
         if not isinstance(chat, ChatFormat):
             raise ValueError(
-                f"sections.Episodes.chat_format: got a {type(chat).__name__}, wanted a ChatFormat: an object with end, "
-                "open, extend, parse and read"
+                f"sections.Episodes.chat_format: got a {type(chat).__name__}, expected a ChatFormat: an object with "
+                "end, open, extend, parse and read"
             )
         return Environments(
             name=self.name,
@@ -176,12 +176,12 @@ class Teacher:
 
     def __post_init__(self) -> None:
         if not self.models:
-            raise ValueError("sections.Teacher.models: got none, wanted at least one")
+            raise ValueError("sections.Teacher.models: got none, expected at least one")
         beside = [name for name in ("prompt", "encode_prompt") if getattr(self, name) is not None]
         if self.relative_entropy and (beside or len(self.models) > 1 or self.on_servers() or self.of_policy()):
             raise ValueError(
                 f"sections.Teacher.relative_entropy: got true with models {[*self.models.values()]} and "
-                f"{beside or 'no prompt'}, wanted one model beside the policy that reads the policy's own prompt"
+                f"{beside or 'no prompt'}, expected one model beside the policy that reads the policy's own prompt"
             )
 
     def on_servers(self) -> dict[str, VllmTeacher]:
@@ -345,12 +345,12 @@ def check_episodes(episodes: Episodes | None, sampling: Sampling) -> None:
         return
     if sampling.stop:
         raise ValueError(
-            f"sections.Sampling.stop: got {tuple(sampling.stop)} with sections.Episodes, wanted (): a turn ends with "
+            f"sections.Sampling.stop: got {tuple(sampling.stop)} with sections.Episodes, expected (): a turn ends with "
             "the end token of its chat format"
         )
     if sampling.max_total_tokens is None:
         raise ValueError(
-            "sections.Sampling.max_total_tokens: got None with sections.Episodes, wanted the most tokens of an "
+            "sections.Sampling.max_total_tokens: got None with sections.Episodes, expected the most tokens of an "
             "episode, opening, turns and observations together: every slot holds as many"
         )
 
@@ -374,7 +374,7 @@ def model_source(model: object, knob: str) -> hf.ModelSource:
         return hf.Pretrained(model)
     if not all(callable(getattr(model, method, None)) for method in ("config", "folder")):
         raise ValueError(
-            f"{knob}: got a {type(model).__name__}, wanted a Hugging Face folder or hub name, or an object "
+            f"{knob}: got a {type(model).__name__}, expected a Hugging Face folder or hub name, or an object "
             "with config() and folder() (experiments.tiny.models.TinyModel)"
         )
     return model

@@ -59,18 +59,18 @@ def line_gaps(run_dir: Path, step: int, checksums_every: int) -> list[str]:
             first_wrong = [f"{lines} of step {n}" for n, lines in [*wrong_counts.items()][:8]]
             shown = ", ".join([*first_wrong, "..."] if len(wrong_counts) > 8 else first_wrong)
             gaps.append(
-                f"{run_dir / name}: got {shown}, wanted one line each up to the checkpoint of step {step}: the weights "
-                "are whole, this record of them is not"
+                f"{run_dir / name}: got {shown}, expected one line each up to the checkpoint of step {step}: the "
+                "weights are whole, this record of them is not"
             )
     return gaps
 
 
 def check_steps(run_dir: Path, steps: int) -> None:
-    """Raise ValueError for a run folder that has gone further than `wanted` steps."""
+    """Raise ValueError for a run folder that has gone further than `expected` steps."""
     done = max(store.steps(run_dir / "checkpoints"), default=0)
     if done > steps:
         raise ValueError(
-            f"steps: got {steps} for {run_dir}, wanted {done} or more, which it has made, or another folder"
+            f"steps: got {steps} for {run_dir}, expected {done} or more, which it has made, or another folder"
         )
 
 
@@ -156,7 +156,7 @@ def newest_checkpoint(
     broken = sorted(path.name for path in root.glob("broken-step_*"))
     if newest is None and broken and not start_over:
         problem = (
-            f"got {root} with nothing but broken checkpoints ({', '.join(broken)}), wanted one to resume from: "
+            f"got {root} with nothing but broken checkpoints ({', '.join(broken)}), expected one to resume from: "
             "choose another --run_dir, or pass --force to start over in this one"
         )
         raise ValueError("\n  ".join([problem, *notes]))
@@ -164,7 +164,7 @@ def newest_checkpoint(
     # The second save waits for the first: one step later there was a checkpoint.
     if last and (not root.is_dir() or 0 < 2 * every < last):
         raise ValueError(
-            f"got no checkpoint in {root}, wanted one to resume from, as metrics.jsonl goes to step {last}: "
+            f"got no checkpoint in {root}, expected one to resume from, as metrics.jsonl goes to step {last}: "
             "put it back, choose another --run_dir, or pass --force to start over in this one"
         )
     if newest is None:

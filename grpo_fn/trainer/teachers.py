@@ -100,7 +100,7 @@ def start_model(policy: FSDPPolicy, start: ReferenceModel | None) -> ReferenceMo
         ValueError: none was kept.
     """
     if start is None:
-        raise ValueError("teachers.start_model: got a run that keeps no frozen start model, wanted one")
+        raise ValueError("teachers.start_model: got a run that keeps no frozen start model, expected one")
     return start
 
 
@@ -214,13 +214,13 @@ def check_teacher_shapes(
         rows, least = config.get_text_config().vocab_size, own.get_text_config().vocab_size
         if rows < least:
             raise ValueError(
-                f"sections.Teacher.models: got {name!r} with {rows} rows in its embedding, wanted at least the "
+                f"sections.Teacher.models: got {name!r} with {rows} rows in its embedding, expected at least the "
                 f"policy's {least}, as the policy can sample each of them"
             )
         reach = positions(config)
         if reach is not None and (longest is None or reach < longest):
             raise ValueError(
-                f"sections.Teacher.models: got {name!r}, which reads {reach} positions, wanted "
+                f"sections.Teacher.models: got {name!r}, which reads {reach} positions, expected "
                 f"{longest or 'no limit'}, or sections.Sampling.max_total_tokens = {reach}"
             )
 
@@ -233,7 +233,7 @@ def check_same_tokenizer(name: str, teacher: PreTrainedTokenizerBase, own: PreTr
         i = differing[0]
         raise ValueError(
             f"sections.Teacher.models: got {name!r} ({teacher.name_or_path}) whose tokenizer has "
-            f"{token_text(tokens.get(i))} as token {i}, wanted the policy's ({own.name_or_path}), which has "
+            f"{token_text(tokens.get(i))} as token {i}, expected the policy's ({own.name_or_path}), which has "
             f"{token_text(own_tokens.get(i))}; {len(differing)} of {len(ids)} tokens differ"
         )
 
@@ -248,7 +248,7 @@ def check_keys(problems: Sequence[Problem], models: Mapping[str, object], key: C
     for problem in problems:
         if (name := key(problem)) not in models:
             raise ValueError(
-                f"sections.Teacher.key: got {name!r} for the problem {problem.prompt[:60]!r}, wanted one of "
+                f"sections.Teacher.key: got {name!r} for the problem {problem.prompt[:60]!r}, expected one of "
                 f"{', '.join(map(repr, models))}, the keys of sections.Teacher.models"
             )
 
@@ -314,7 +314,7 @@ def check_teacher_prompts(
         if odd := [one for one in tried if not isinstance(one, str | None)]:
             raise ValueError(
                 f"sections.Teacher.prompt: got a {type(odd[0]).__name__} for the problem {problem.prompt[:60]!r}, "
-                "wanted a prompt, or None for a sample that is not taught"
+                "expected a prompt, or None for a sample that is not taught"
             )
         if tried[0] is None:
             continue
@@ -322,7 +322,7 @@ def check_teacher_prompts(
         if reach is not None and needs > reach:
             raise ValueError(
                 f"sections.Teacher.prompt: got up to {needs} tokens of prompt and completion for the teacher {name!r} "
-                f"and the problem {problem.prompt[:60]!r}, wanted at most the {reach} positions that it reads"
+                f"and the problem {problem.prompt[:60]!r}, expected at most the {reach} positions that it reads"
             )
 
 
@@ -344,10 +344,10 @@ def check_self_teachers(how: Teacher) -> None:
     if how.prompt is None and any(uses_of(live, how.models)):
         raise ValueError(
             "sections.Teacher.models: got teachers.live, the policy as it is, with the prompt that the policy reads, "
-            "from which nothing is learned; wanted a sections.Teacher.prompt, or another teacher"
+            "from which nothing is learned; expected a sections.Teacher.prompt, or another teacher"
         )
     if len([*uses_of(moving_average, how.models)]) > 1:
-        raise ValueError("sections.Teacher.models: got several teachers.moving_average, wanted one at most")
+        raise ValueError("sections.Teacher.models: got several teachers.moving_average, expected one at most")
 
 
 def uses_teacher(settings: Settings, kind: SelfTeacher) -> bool:

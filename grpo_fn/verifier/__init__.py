@@ -96,15 +96,15 @@ def judge(gold: str, text: str, answer: str | None) -> Verdict:
 @lru_cache(maxsize=2048)
 def _parts(gold: str) -> int:
     """How many values a gold lists; 1 of anything else."""
-    wanted = _read(plain_answer(gold))
-    return len(wanted.args) if isinstance(wanted, FiniteSet) else 1
+    expected = _read(plain_answer(gold))
+    return len(expected.args) if isinstance(expected, FiniteSet) else 1
 
 
 @lru_cache(maxsize=8192)
 def _verdict(gold: str, answer: str) -> Verdict:
     """The verdict on an answer, both as they are written."""
-    wanted = _read(plain_answer(gold))
-    if wanted is None:
+    expected = _read(plain_answer(gold))
+    if expected is None:
         return _UNSCORABLE
     if not answer or units_differ(gold, answer) or _in_other_brackets(gold, answer):
         return _WRONG
@@ -113,7 +113,7 @@ def _verdict(gold: str, answer: str) -> Verdict:
     if shared and unit_of(gold) == unit_of(answer):
         answer = answer[: shared.start()]
     gold, answer = plain_answer(gold), plain_answer(answer)
-    wanted = _read(gold)
+    expected = _read(gold)
     option = _OPTION.fullmatch(gold), _OPTION.fullmatch(answer)
     if option[0] and option[1]:
         return _RIGHT if option[0][1].casefold() == option[1][1].casefold() else _WRONG
@@ -121,24 +121,24 @@ def _verdict(gold: str, answer: str) -> Verdict:
         return _WRONG
     if (_WORD.fullmatch(gold) or ":" in gold) and _words(gold) == _words(answer):  # a time is no quotient
         return _RIGHT
-    if isinstance(wanted, Expr) and wanted.is_number and "," not in gold and _DECIMAL_COMMA.fullmatch(answer):
+    if isinstance(expected, Expr) and expected.is_number and "," not in gold and _DECIMAL_COMMA.fullmatch(answer):
         answer = answer.replace(",", ".")
     given = _read(answer)
     if given is None:
         return _WRONG
     try:
-        wanted = equivalence.stated_value(wanted)
+        expected = equivalence.stated_value(expected)
         complex_given = equivalence.with_imaginary_unit(given)
         evaluated = complex_given is given
-        given = equivalence.comparable_part(wanted, complex_given)
-        right = given is not None and equivalence.equal(wanted, given)
+        given = equivalence.comparable_part(expected, complex_given)
+        right = given is not None and equivalence.equal(expected, given)
     except MemoryError:
         raise
     except Exception:  # two things that cannot be compared are not equal
         return _WRONG
     if not right:
         return _WRONG
-    plain = equivalence.is_plain(wanted)
+    plain = equivalence.is_plain(expected)
     finished = is_worked_out(gold, answer) and (not plain or (evaluated and equivalence.is_written_out(given)))
     closed = finished or not plain or equivalence.is_closed_form(given)
     return Verdict(float(finished), float(closed), 1.0)

@@ -241,12 +241,12 @@ def same_value(gold: sympy.Expr, answer: sympy.Expr) -> bool:
     """Test whether two numbers are the same."""
     if gold == answer:
         return gold not in (sympy.nan, sympy.zoo)
-    wanted, given = _fraction(gold), _fraction(answer)
-    if wanted is not None and given is not None:
-        return wanted == given or _stands_for(gold, wanted, answer, given)
+    expected, given = _fraction(gold), _fraction(answer)
+    if expected is not None and given is not None:
+        return expected == given or _stands_for(gold, expected, answer, given)
     if not _agree(without_decimals(gold), without_decimals(answer)):
         asked = gold if _is_decimal(gold) and not answer.has(sympy.Float) else None
-        return asked is not None and wanted is not None and _is_rounded(wanted, _places(asked), answer)
+        return asked is not None and expected is not None and _is_rounded(expected, _places(asked), answer)
     return True
 
 
@@ -321,12 +321,12 @@ def _places(decimal: sympy.Float) -> int:
     return places
 
 
-def _stands_for(gold: sympy.Expr, wanted: Fraction, answer: sympy.Expr, given: Fraction) -> bool:
+def _stands_for(gold: sympy.Expr, expected: Fraction, answer: sympy.Expr, given: Fraction) -> bool:
     """Is one of them, a decimal, the other one rounded or cut off?"""
     decimals = sorted(
         [
             (_places(x), value, other)
-            for x, value, other in [(gold, wanted, given), (answer, given, wanted)]
+            for x, value, other in [(gold, expected, given), (answer, given, expected)]
             if _is_decimal(x)
         ],
         key=lambda decimal: decimal[0],
@@ -388,12 +388,12 @@ def as_interval(answer: str) -> tuple[str, str] | None:
 
 def same_kind(gold: str, answer: str) -> tuple[str, str]:
     """Gold and answer, of which an inequality is an interval where the other one is one or says the same letter."""
-    wanted, given = as_interval(gold), as_interval(answer)
-    if wanted and given and wanted[0] == given[0]:
-        return wanted[1], given[1]
-    if wanted and not given and _INTERVAL.match(answer):
-        return wanted[1], answer
-    if given and not wanted and _INTERVAL.match(gold):
+    expected, given = as_interval(gold), as_interval(answer)
+    if expected and given and expected[0] == given[0]:
+        return expected[1], given[1]
+    if expected and not given and _INTERVAL.match(answer):
+        return expected[1], answer
+    if given and not expected and _INTERVAL.match(gold):
         return gold, given[1]
     return gold, answer
 

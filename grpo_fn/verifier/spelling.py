@@ -193,8 +193,8 @@ def unit_of(answer: str) -> str:
 
 def units_differ(gold: str, answer: str) -> bool:
     """Test whether both name a known unit, and not the same."""
-    wanted, given = unit_of(gold), unit_of(answer)
-    return bool(wanted and given and wanted != given)
+    expected, given = unit_of(gold), unit_of(answer)
+    return bool(expected and given and expected != given)
 
 
 def _unit(words: str) -> str:

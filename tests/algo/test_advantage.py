@@ -27,8 +27,8 @@ def group(rewards, valid=None) -> tuple[Tensor, Tensor]:
     return value, torch.ones(len(rewards), dtype=torch.bool) if valid is None else torch.tensor(valid)
 
 
-def close(got: Tensor, wanted: Tensor, tol: float = 1e-9) -> None:
-    torch.testing.assert_close(got, wanted, rtol=tol, atol=tol)
+def close(got: Tensor, expected: Tensor, tol: float = 1e-9) -> None:
+    torch.testing.assert_close(got, expected, rtol=tol, atol=tol)
 
 
 @pytest.mark.parametrize("name", ["group_normalized", "leave_one_out_normalized"])
@@ -80,8 +80,8 @@ def test_golden_group():
     """Rewards 1, 0, 0, 1, 0: mean 0.4, sample std sqrt(0.3)."""
     r, v = group([1.0, 0.0, 0.0, 1.0, 0.0])
     s = math.sqrt(0.3)
-    wanted = group([0.6 / s, -0.4 / s, -0.4 / s, 0.6 / s, -0.4 / s])[0]
-    close(advantage.group_normalized(r, v, eps=0.0, ddof=1), wanted, 1e-12)
+    expected = group([0.6 / s, -0.4 / s, -0.4 / s, 0.6 / s, -0.4 / s])[0]
+    close(advantage.group_normalized(r, v, eps=0.0, ddof=1), expected, 1e-12)
     close(advantage.leave_one_out(r, v), group([0.75, -0.5, -0.5, 0.75, -0.5])[0], 1e-12)
 
 
@@ -112,12 +112,12 @@ def test_leave_one_out_normalized_as_a_scalar_loop(rewards, ddof):
     n, std = len(rewards), (statistics.stdev if ddof else statistics.pstdev)
     whole = std(rewards)
     rest = [rewards[:i] + rewards[i + 1 :] for i in range(n)]
-    wanted = [(x - statistics.fmean(o)) / (max(std(o), whole) + 1e-4) for x, o in zip(rewards, rest, strict=True)]
-    close(advantage.leave_one_out_normalized(r, v, eps=1e-4, ddof=ddof), group(wanted)[0], 1e-7)
+    expected = [(x - statistics.fmean(o)) / (max(std(o), whole) + 1e-4) for x, o in zip(rewards, rest, strict=True)]
+    close(advantage.leave_one_out_normalized(r, v, eps=1e-4, ddof=ddof), group(expected)[0], 1e-7)
 
 
 @pytest.mark.parametrize(
-    ("right", "size", "wanted"),
+    ("right", "size", "expected"),
     [
         *[
             (1, 16, (1.0, -0.25820)),
@@ -128,11 +128,11 @@ def test_leave_one_out_normalized_as_a_scalar_loop(rewards, ddof):
         *[(1, 2, (1.0, -1.0)), (1, 3, (1.0, -0.70711)), (0, 16, (None, 0.0)), (16, 16, (0.0, None))],
     ],
 )
-def test_the_others_std_divides_as_in_nemo_rl(right, size, wanted):
+def test_the_others_std_divides_as_in_nemo_rl(right, size, expected):
     """Golden values, of NeMo-RL's own arithmetic in float64; None: there is no such sample."""
     reward = torch.tensor([1.0] * right + [0.0] * (size - right), dtype=torch.float64)
     adv = advantage.leave_one_out_others_std(reward, torch.ones(size, dtype=torch.bool), eps=1e-6)
-    for got, value in zip((adv[:right], adv[right:]), wanted, strict=True):
+    for got, value in zip((adv[:right], adv[right:]), expected, strict=True):
         assert len(got) == 0 if value is None else got.tolist() == pytest.approx([value] * len(got), abs=1e-5)
     if size > 2:
         close(adv, leave_one_out_std_as_written(reward), 1e-7)
@@ -142,11 +142,11 @@ def test_the_others_std_divides_as_in_nemo_rl(right, size, wanted):
 def test_the_others_std_as_a_scalar_loop(rewards):
     r, v = group(rewards)
     rest = [rewards[:i] + rewards[i + 1 :] for i in range(len(rewards))]
-    wanted = [
+    expected = [
         (x - statistics.fmean(o)) / (1.0 if max(o) == min(o) else statistics.stdev(o) + 1e-4)
         for x, o in zip(rewards, rest, strict=True)
     ]
-    close(advantage.leave_one_out_others_std(r, v, eps=1e-4), group(wanted)[0], 1e-7)
+    close(advantage.leave_one_out_others_std(r, v, eps=1e-4), group(expected)[0], 1e-7)
 
 
 def test_the_others_std_has_no_bound():
@@ -190,15 +190,15 @@ def test_pass_at_k_turns_away_from_problems_that_are_solved():
 
 @pytest.mark.parametrize("k", [0, -1])
 def test_pass_at_less_than_one_is_refused(k):
-    with pytest.raises(ValueError, match=f"k: got {k}, wanted at least 1"):
+    with pytest.raises(ValueError, match=f"k: got {k}, expected at least 1"):
         advantage.pass_at_k(*group([0.0, 1.0]), k=k, threshold=1.0)
 
 
 @given(st.lists(st.floats(0, 100, width=32), min_size=1, max_size=8))
 def test_max_rl_as_published_for_rewards_that_are_not_negative(rewards):
     mean = statistics.fmean(rewards)
-    wanted = [(x - mean) / mean if mean else 0.0 for x in rewards]
-    close(advantage.max_rl(*group(rewards)), group(wanted)[0])
+    expected = [(x - mean) / mean if mean else 0.0 for x in rewards]
+    close(advantage.max_rl(*group(rewards)), group(expected)[0])
 
 
 @given(st.floats(0.01, 0.99), st.integers(2, 9))
@@ -319,8 +319,8 @@ def test_reinforce_on_label_weights_is_the_gradient_of_the_groups_loss(rows, tau
     adv = advantage.label_weights(logp, group, tau=tau)
     assert (adv[~group.mask] == 0).all()
     got = -adv / group.mask.sum(-1, keepdim=True).clamp(min=1)
-    wanted = torch.func.grad(lambda x: classification_loss(x, group, tau))(logp)
-    close(got, torch.where(group.mask, wanted, 0.0))
+    expected = torch.func.grad(lambda x: classification_loss(x, group, tau))(logp)
+    close(got, torch.where(group.mask, expected, 0.0))
 
 
 @given(rows_of_a_group(), st.sampled_from([0.5, 2.0]))
@@ -328,9 +328,9 @@ def test_before_the_policy_has_moved_they_are_what_rewards_as_labels_gives(rows,
     _, group = rows
     kept = group.mask.any(-1)
     side = torch.where(kept, torch.where(group.mask, group.adv, 0.0).sum(-1).sign(), 0.0)
-    wanted = advantage.rewards_as_labels(side, kept & (side != 0), tau=tau, threshold=1.0)
+    expected = advantage.rewards_as_labels(side, kept & (side != 0), tau=tau, threshold=1.0)
     got = advantage.label_weights(group.logp_old, group, tau=tau)
-    close(got, torch.where(group.mask, wanted[:, None], 0.0))
+    close(got, torch.where(group.mask, expected[:, None], 0.0))
 
 
 @given(rows_of_a_group())

@@ -77,11 +77,11 @@ def test_prompt_mean_gives_every_prompt_the_same_weight_and_its_tokens_each_alik
         [(b, t) for b in range(p * size, (p + 1) * size) for t in range(4) if mask[b, t]] for p in range(prompts)
     ]
     filled = [tokens for tokens in of_prompts if tokens]
-    wanted = torch.zeros(mask.shape, dtype=torch.float64)
+    expected = torch.zeros(mask.shape, dtype=torch.float64)
     for tokens in filled:
         for b, t in tokens:
-            wanted[b, t] = 1 / len(tokens) / len(filled)
-    torch.testing.assert_close(weights(objective.prompt_mean, mask, prompts), wanted)
+            expected[b, t] = 1 / len(tokens) / len(filled)
+    torch.testing.assert_close(weights(objective.prompt_mean, mask, prompts), expected)
 
 
 @given(MASKS)

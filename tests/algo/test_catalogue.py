@@ -105,10 +105,10 @@ def test_the_page_has_a_table_of_every_kind(module, positional, known):
     words = f"{module.__name__.rpartition('.')[2]} ({', '.join(positional)})"
     (found,) = [place[0] for place in page_tables.PLACE.finditer(PAGE) if place[2] == words]
     lines = dict(re.findall(r"^\| `(\w+)(?:\(([\w, ]*)\))?` \|", found, re.MULTILINE))
-    wanted = {
+    expected = {
         name: ", ".join(catalogue.signature(f)[1]) for name, f in catalogue.functions(module, *positional).items()
     }
-    assert lines == wanted
+    assert lines == expected
 
 
 def test_a_line_is_made_of_the_docstring():

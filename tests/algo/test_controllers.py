@@ -22,12 +22,12 @@ def test_a_gain_stays_finite_and_is_never_a_reward_for_the_other_side(f, gain, m
 @given(positive, positive, st.floats(0.0, 1e3), st.floats(0.0, 1.0), st.floats(0.0, 0.9))
 def test_adaptive_kl_as_published(gain, target, measured, rate, limit):
     error = max(-limit, min(limit, (measured - target) / target))
-    wanted = gain * (1 + rate * error)
-    assert objective.adaptive_kl(gain, measured, target=target, rate=rate, limit=limit) == pytest.approx(wanted)
+    expected = gain * (1 + rate * error)
+    assert objective.adaptive_kl(gain, measured, target=target, rate=rate, limit=limit) == pytest.approx(expected)
 
 
 @given(positive, positive, positive)
-def test_more_kl_than_wanted_raises_the_price_and_less_lowers_it(gain, target, measured):
+def test_more_kl_than_expected_raises_the_price_and_less_lowers_it(gain, target, measured):
     after = objective.adaptive_kl(gain, measured, target=target, rate=0.1, limit=0.2)
     assert (after > gain) == (measured > target)
     assert (after < gain) == (measured < target)
@@ -35,7 +35,7 @@ def test_more_kl_than_wanted_raises_the_price_and_less_lowers_it(gain, target, m
 
 
 def test_a_kl_that_answers_to_its_price_reaches_the_target():
-    """KL = 0.1 / gain, so the gain that is wanted for 0.02 is 5."""
+    """KL = 0.1 / gain, so the gain that is expected for 0.02 is 5."""
     gain = 1.0
     for _ in range(500):
         gain = objective.adaptive_kl(gain, 0.1 / gain, target=0.02, rate=0.1, limit=0.2)
@@ -45,13 +45,13 @@ def test_a_kl_that_answers_to_its_price_reaches_the_target():
 @given(gains, positive, positive)
 def test_an_entropy_below_the_target_raises_the_bonus_and_one_above_lowers_it(gain, target, measured):
     after = objective.adaptive_entropy(gain, measured, target=target, step=0.05, highest=2.0)
-    wanted = min(2.0, gain + 0.05) if measured < target else max(0.0, gain - 0.05)
-    assert after == pytest.approx(wanted)
+    expected = min(2.0, gain + 0.05) if measured < target else max(0.0, gain - 0.05)
+    assert after == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("knobs", [{"target": 0.0}, {"target": -1.0}, {"rate": -0.1}, {"rate": 5.0}])
 def test_a_kl_controller_that_cannot_work_is_refused(knobs):
-    with pytest.raises(ValueError, match=r"target, rate, limit: got .*, wanted target > 0"):
+    with pytest.raises(ValueError, match=r"target, rate, limit: got .*, expected target > 0"):
         objective.adaptive_kl(1.0, 0.1, **{"target": 0.1, "rate": 0.1, "limit": 0.2, **knobs})
 
 

@@ -64,8 +64,8 @@ COSTLY = settings(max_examples=quarter())
 FAR = st.sampled_from([0.5, 3.0, 20.0])
 
 
-def exactly(got: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+def exactly(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def example(log_w: list[float], adv: float = -1.0, behind: list[float] | None = None) -> tuple[Tensor, Batch]:
@@ -239,7 +239,7 @@ def reference(name: str, knobs: dict, log_w: list[float], behind: list[float], a
             measured = [apart(knobs, log_w)] if name == "rejected_row" else [math.exp(x) for x in log_w]
             weights.append(float(all(knobs["low"] <= x <= knobs["high"] for x in measured)))
         else:
-            raise LookupError(f"got no loop of {name}, wanted one here")
+            raise LookupError(f"got no loop of {name}, expected one here")
     return weights
 
 
@@ -268,14 +268,14 @@ def test_formulas_as_scalar_loops(f, row):
     behind = (row.logp_sampled - logp)[here].tolist()
     if near_an_edge(log_w, behind, f.keywords):
         return
-    wanted = reference(
+    expected = reference(
         f.func.__name__ if isinstance(f, partial) else f.__name__, f.keywords, log_w, behind, row.adv[here].tolist()
     )
-    assert f(logp, row)[here].tolist() == pytest.approx(wanted, rel=1e-9)
+    assert f(logp, row)[here].tolist() == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("f", "row", "wanted"),
+    ("f", "row", "expected"),
     [
         (partial(corrections.truncated_weight, cap=2.0), example([math.log(1.5), 1.0, -1.0]), [1.5, 2.0, math.exp(-1)]),
         (
@@ -312,8 +312,8 @@ def test_formulas_as_scalar_loops(f, row):
         ),
     ],
 )
-def test_by_hand(f, row, wanted):
-    assert f(*row).tolist() == pytest.approx(wanted)
+def test_by_hand(f, row, expected):
+    assert f(*row).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -447,17 +447,17 @@ def test_a_row_that_is_kept_has_the_weight_it_would_have(row):
     ("f", "message"),
     [
         *(
-            (partial(f, cap=c), f"cap: got {c}, wanted at least 1")
+            (partial(f, cap=c), f"cap: got {c}, expected at least 1")
             for f in (corrections.truncated_weight, corrections.sequence_truncated_weight)
             for c in (0.5, -1.0, math.nan)
         ),
         *(
-            (partial(f, low=low, high=high), f"low, high: got {low} and {high}, wanted 0 <= low <= 1 <= high")
+            (partial(f, low=low, high=high), f"low, high: got {low} and {high}, expected 0 <= low <= 1 <= high")
             for f in (corrections.masked_weight, corrections.sequence_masked_weight)
             for low, high in ((1.5, 2.0), (0.5, 0.9), (-0.1, 2.0), (math.nan, 2.0), (0.5, math.nan))
         ),
         *(
-            (partial(corrections.off_policy_sequence_mask, delta=d), f"delta: got {d}, wanted at least 0")
+            (partial(corrections.off_policy_sequence_mask, delta=d), f"delta: got {d}, expected at least 0")
             for d in (-0.1, math.nan)
         ),
         *(
@@ -469,13 +469,13 @@ def test_a_row_that_is_kept_has_the_weight_it_would_have(row):
                     low=low,
                     high=high,
                 ),
-                f"low, high: got {low} and {high}, wanted low <= 0 <= high",
+                f"low, high: got {low} and {high}, expected low <= 0 <= high",
             )
             for low, high in ((0.1, 1.0), (-1.0, -0.1), (math.nan, 1.0))
         ),
         (
             partial(corrections.outlier_row, low=1.1, high=2.0),
-            "low, high: got 1.1 and 2.0, wanted 0 <= low <= 1 <= high",
+            "low, high: got 1.1 and 2.0, expected 0 <= low <= 1 <= high",
         ),
     ],
 )

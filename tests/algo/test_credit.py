@@ -81,8 +81,8 @@ def cast(step: Step, dtype: torch.dtype) -> Step:
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, step)
 
 
-def close(got: Tensor, wanted: Tensor, tol: float = 1e-9) -> None:
-    torch.testing.assert_close(got, wanted, rtol=tol, atol=tol)
+def close(got: Tensor, expected: Tensor, tol: float = 1e-9) -> None:
+    torch.testing.assert_close(got, expected, rtol=tol, atol=tol)
 
 
 def outcomes(value, valid=None, length=None) -> Step:
@@ -195,8 +195,8 @@ def test_the_kl_of_a_sample_is_a_part_of_its_reward(step, beta):
         value = [
             reward.value[p, g].item() - beta * sum(drift[p, g][mask[p, g]].tolist()) for g in range(drift.shape[1])
         ]
-        wanted = advantage.leave_one_out(torch.tensor(value, dtype=torch.float64), reward.valid[p])
-        close(adv[p], torch.where(mask[p], wanted[:, None], 0.0))
+        expected = advantage.leave_one_out(torch.tensor(value, dtype=torch.float64), reward.valid[p])
+        close(adv[p], torch.where(mask[p], expected[:, None], 0.0))
 
 
 @given(steps(), st.sampled_from([0.0, 0.3, -1.0]))
@@ -233,7 +233,7 @@ def test_what_the_sum_of_rewards_hides_its_parts_show():
 
 @pytest.mark.parametrize("weights", [{"correct": 1.0, "style": 1.0}, {}])
 def test_weights_of_parts_that_there_are_not_are_refused(weights):
-    with pytest.raises(ValueError, match=r"weights: got .* wanted some of \['boxed', 'correct'\]"):
+    with pytest.raises(ValueError, match=r"weights: got .* expected some of \['boxed', 'correct'\]"):
         run(partial(credit.per_part, advantage=advantage.mean_centered, weights=weights), outcomes([[0.0, 1.0]]))
 
 
@@ -258,8 +258,8 @@ def test_row_whitened_standardises_the_rows_of_the_step(step, eps):
     numbers = [plain[p, g][step.mask[p, g]][0].item() for p, g in rows.nonzero().tolist()]
     if not numbers or statistics.pstdev(numbers) < 1e-6:
         return
-    for (p, g), wanted in zip(rows.nonzero().tolist(), whitened(numbers, eps), strict=True):
-        assert adv[p, g][step.mask[p, g]].tolist() == pytest.approx([wanted] * int(step.mask[p, g].sum()), abs=1e-9)
+    for (p, g), expected in zip(rows.nonzero().tolist(), whitened(numbers, eps), strict=True):
+        assert adv[p, g][step.mask[p, g]].tolist() == pytest.approx([expected] * int(step.mask[p, g].sum()), abs=1e-9)
 
 
 def test_a_long_row_weighs_more_among_tokens_and_not_among_rows():
@@ -316,8 +316,8 @@ def test_the_length_baseline_as_a_scalar_loop(step):
         lengths = [int(mask[p, g].sum()) for g in scored]
         total = sum(n * reward.value[p, g].item() for n, g in zip(lengths, scored, strict=True))
         for g in scored:
-            wanted = reward.value[p, g].item() - total / max(1, sum(lengths))
-            close(got[p, g][mask[p, g]], torch.full((int(mask[p, g].sum()),), wanted, dtype=got.dtype))
+            expected = reward.value[p, g].item() - total / max(1, sum(lengths))
+            close(got[p, g][mask[p, g]], torch.full((int(mask[p, g].sum()),), expected, dtype=got.dtype))
 
 
 def test_a_long_rows_reward_counts_more_in_the_length_baseline():

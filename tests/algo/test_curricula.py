@@ -69,14 +69,14 @@ def looped_average(steps, arms, decay, of_rate):
 
 @given(steps)
 def test_averages_are_those_of_a_loop(steps):
-    wanted = {
+    expected = {
         ("learnability", "variance"): looped_average(steps, 5, 0.7, lambda p: p * (1 - p)),
         ("progress", "fast"): looped_average(steps, 5, 0.7, lambda p: p),
         ("progress", "slow"): looped_average(steps, 5, 0.9, lambda p: p),
         ("threshold", "rate"): looped_average(steps, 5, 0.5, lambda p: p),
         ("pool", "rate"): looped_average(steps, 5, 0.5, lambda p: p),
     }
-    for (name, field), (average, asked) in wanted.items():
+    for (name, field), (average, asked) in expected.items():
         state = ALL[name].start(5, key(0))
         for step in steps:
             state = ALL[name].update(state, *arrays(step))
@@ -113,9 +113,9 @@ def looped_pool(state, arms, rates):
 def test_the_pool_is_that_of_a_loop(seed, steps):
     state = ALL["pool"].start(5, key(seed))
     for step in steps:
-        wanted = looped_pool(state, [arm for arm, _ in step], [p for _, p in step])
+        expected = looped_pool(state, [arm for arm, _ in step], [p for _, p in step])
         state = ALL["pool"].update(state, *arrays(step))
-        assert {*state["member"].nonzero().flatten().tolist()} == wanted
+        assert {*state["member"].nonzero().flatten().tolist()} == expected
 
 
 # -- what each promises
@@ -239,7 +239,7 @@ def test_pass_rates_count_what_could_be_scored():
     assert curricula.reward_at_least(reward, threshold=1.0)[0] == 0.5
     assert curricula.part_at_least(reward, part="correct", threshold=0.1)[0] == 1.0
     assert curricula.reward_at_least(reward, threshold=1.0)[1].isnan()
-    with pytest.raises(ValueError, match="got 'right', wanted one of correct"):
+    with pytest.raises(ValueError, match="got 'right', expected one of correct"):
         curricula.part_at_least(reward, part="right", threshold=0.1)
 
 
@@ -258,26 +258,26 @@ def test_pass_rates_count_what_could_be_scored():
             "slow_decay: got 0.5",
         ),
         (partial(pool_in_band, size=0, low=0.0, high=1.0, decay=0.0, min_asked=1), "got size 0"),
-        (partial(pool_in_band, size=1, low=0.5, high=0.4, decay=0.0, min_asked=1), "wanted 0 <= low <= high"),
+        (partial(pool_in_band, size=1, low=0.5, high=0.4, decay=0.0, min_asked=1), "expected 0 <= low <= high"),
     ],
 )
-def test_bad_numbers_say_got_and_wanted(make, message):
+def test_bad_numbers_say_got_and_expected(make, message):
     with pytest.raises(ValueError, match=message):
         make(pass_rate=RATE)
 
 
 def test_a_task_without_arms_is_refused():
-    with pytest.raises(ValueError, match="got a task without arms to choose among, wanted one that has them"):
+    with pytest.raises(ValueError, match="got a task without arms to choose among, expected one that has them"):
         begin_curriculum(ALL["uniform"], 0, key(0))
 
 
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        (torch.tensor([0, 3]), "got arm 3, wanted 0 to 2"),
-        (torch.tensor([0.0, 1.0]), "got torch.float32 of shape .2., wanted torch.int64"),
-        (torch.tensor([0]), "got torch.int64 of shape .1., wanted torch.int64 of shape .2."),
-        ([0, 1], "got list, wanted"),
+        (torch.tensor([0, 3]), "got arm 3, expected 0 to 2"),
+        (torch.tensor([0.0, 1.0]), "got torch.float32 of shape .2., expected torch.int64"),
+        (torch.tensor([0]), "got torch.int64 of shape .1., expected torch.int64 of shape .2."),
+        ([0, 1], "got list, expected"),
     ],
 )
 def test_arms_that_are_none_are_refused(chosen, message):
@@ -289,7 +289,7 @@ def test_arms_that_are_none_are_refused(chosen, message):
 def test_a_state_of_another_shape_is_refused():
     curriculum = replace(ALL["uniform"], update=lambda state, arms, rates: {"arms": torch.zeros(2)})
     state = begin_curriculum(curriculum, 3, key(0))
-    with pytest.raises(ValueError, match=r"curriculum.update: got arrays .*float32 .2.*wanted .*int64 "):
+    with pytest.raises(ValueError, match=r"curriculum.update: got arrays .*float32 .2.*expected .*int64 "):
         update_curriculum(curriculum, state, [0], torch.tensor([1.0]))
 
 

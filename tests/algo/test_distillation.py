@@ -153,8 +153,8 @@ def test_without_a_credit_the_advantages_are_zeros(f, step):
 def test_a_share_takes_that_much_of_what_the_teacher_changes(f, step, taken):
     adv, gap, mask = step
     share = partial(distillation.linear_share, warmup=4, decay=6)
-    wanted = adv + share(taken) * (run(f, *step) - adv)
-    torch.testing.assert_close(run(partial(f, share=share), adv, gap, mask, taken), wanted, rtol=1e-12, atol=1e-12)
+    expected = adv + share(taken) * (run(f, *step) - adv)
+    torch.testing.assert_close(run(partial(f, share=share), adv, gap, mask, taken), expected, rtol=1e-12, atol=1e-12)
 
 
 @each(ALL)

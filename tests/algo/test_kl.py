@@ -17,8 +17,13 @@ def test_formulas_as_scalar_loops(row):
     for t in range(len(logp)):
         p, old, ref = logp[t].item(), row.logp_old[t].item(), row.logp_ref[t].item()
         x, r = ref - p, math.exp(p - old)
-        wanted = {"k2": x * x / 2, "k3": math.exp(x) - x - 1, "k1_ratio": -r * x, "k3_ratio": r * (math.exp(x) - x - 1)}
-        for name, value in wanted.items():
+        expected = {
+            "k2": x * x / 2,
+            "k3": math.exp(x) - x - 1,
+            "k1_ratio": -r * x,
+            "k3_ratio": r * (math.exp(x) - x - 1),
+        }
+        for name, value in expected.items():
             got = getattr(objective, name)(logp, row)[t].item()
             assert got == pytest.approx(value if row.mask[t] else 0.0, rel=1e-9, abs=1e-12)
 

@@ -42,14 +42,14 @@ def test_the_dynamic_scale_stays_a_power_of_two_within_its_bounds(scale, steps, 
 
 @given(powers, st.lists(st.booleans(), max_size=60), st.integers(1, 5))
 def test_the_dynamic_scale_is_a_plain_loops(scale, steps, interval):
-    wanted, since = scale, 0
+    expected, since = scale, 0
     for finite in steps:
         since = since + 1 if finite else 0
         if not finite:
-            wanted = max(LOW, wanted / 2)
+            expected = max(LOW, expected / 2)
         elif since == interval:
-            wanted, since = min(HIGH, wanted * 2), 0
-    assert run(partial(dynamic, interval=interval), scale, steps) == (wanted, since)
+            expected, since = min(HIGH, expected * 2), 0
+    assert run(partial(dynamic, interval=interval), scale, steps) == (expected, since)
 
 
 @given(powers, st.integers(1, 6), st.integers(0, 30))

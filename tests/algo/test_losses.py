@@ -28,8 +28,8 @@ NEVER_CLIPS = {"reinforce", "cispo", "sapo", "kl_cov", "masked_ratio", "vespo", 
 FUTURE = partial(partial, losses.future_weighted, clip_low=0.2, clip_high=0.28, cap=None, weight_high=1.2, safety=4.0)
 
 
-def exactly(got, wanted):
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+def exactly(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def one_advantage(row: Batch, adv: float) -> Batch:
@@ -77,8 +77,8 @@ def test_the_loss_of_a_clipped_token_is_moved_by_no_logp_except_through_a_penalt
 def test_and_a_token_without_gradient_is_reported_as_clipped(f, row):
     aux = f(*row)[1]
     learns = row[1].mask & (row[1].adv != 0) & (aux["clip_low"] + aux["clip_high"] == 0)
-    wanted = torch.where(learns, -row[1].adv * aux["ratio"], 0.0)
-    exactly(loss_gradient(f, *row), wanted)
+    expected = torch.where(learns, -row[1].adv * aux["ratio"], 0.0)
+    exactly(loss_gradient(f, *row), expected)
 
 
 @each(ALL, only=NEVER_CLIPS)
@@ -127,9 +127,9 @@ def test_clipped_ratio_as_a_scalar_loop(row, knobs):
     capped, _ = losses.dual_clip(logp, row, clip_low=low, clip_high=high, cap=3.0)
     for t in range(len(logp)):
         r, a = math.exp(logp[t].item() - row.logp_old[t].item()), row.adv[t].item()
-        wanted = -min(r * a, min(max(r, 1 - low), 1 + high) * a) if row.mask[t] else 0.0
-        assert got[t].item() == pytest.approx(wanted, rel=1e-9, abs=1e-12)
-        assert capped[t].item() == pytest.approx(min(wanted, -3 * a) if a < 0 else wanted, rel=1e-9, abs=1e-12)
+        expected = -min(r * a, min(max(r, 1 - low), 1 + high) * a) if row.mask[t] else 0.0
+        assert got[t].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert capped[t].item() == pytest.approx(min(expected, -3 * a) if a < 0 else expected, rel=1e-9, abs=1e-12)
         assert aux["ratio"][t].item() == pytest.approx(r if row.mask[t] else 1.0, rel=1e-9)
 
 
@@ -361,11 +361,11 @@ def test_the_future_leaves_out_ratios_above_the_cap():
 @pytest.mark.parametrize("decay", [1.0, 0.9, 2 ** (-1 / 32), 0.0])
 def test_discounted_sums_as_a_loop(length, decay):
     x = torch.randn(length, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
-    wanted, behind = torch.zeros_like(x), 0.0
+    expected, behind = torch.zeros_like(x), 0.0
     for t in reversed(range(length)):
-        wanted[t] = behind = x[t].item() + decay * behind
+        expected[t] = behind = x[t].item() + decay * behind
     got = losses.discounted_to_go(x, decay=decay)
-    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 @given(loss_rows())
@@ -382,13 +382,13 @@ def test_masked_ratio_is_the_ratio_to_the_sampler_without_the_marked_tokens(row)
     [
         (
             partial(losses.vespo, k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=0.0),
-            "lambda: got 3.0 and 0.0, wanted more than 0",
+            "lambda: got 3.0 and 0.0, expected more than 0",
         ),
-        (partial(losses.dro, beta=0.0), "beta: got 0.0, wanted more than 0"),
-        (FUTURE(half_life=0.0, weight_low=1.0), "half_life: got 0.0, wanted more than 0 tokens"),
-        (FUTURE(half_life=1.0, weight_low=1.1), "weight_low, weight_high: got 1.1 and 1.2, wanted 0 <= low <= 1"),
-        (partial(losses.dual_clip, clip_low=0.2, clip_high=0.2, cap=1.0), "cap: got 1.0, wanted more than 1"),
-        (partial(losses.sapo, tau_positive=0.0, tau_negative=1.0), "tau: got 0.0 and 1.0, wanted more than 0"),
+        (partial(losses.dro, beta=0.0), "beta: got 0.0, expected more than 0"),
+        (FUTURE(half_life=0.0, weight_low=1.0), "half_life: got 0.0, expected more than 0 tokens"),
+        (FUTURE(half_life=1.0, weight_low=1.1), "weight_low, weight_high: got 1.1 and 1.2, expected 0 <= low <= 1"),
+        (partial(losses.dual_clip, clip_low=0.2, clip_high=0.2, cap=1.0), "cap: got 1.0, expected more than 1"),
+        (partial(losses.sapo, tau_positive=0.0, tau_negative=1.0), "tau: got 0.0 and 1.0, expected more than 0"),
     ],
 )
 def test_knobs_that_break_the_formula_are_refused(f, complaint):

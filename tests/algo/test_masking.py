@@ -82,10 +82,10 @@ def test_a_row_keeps_its_marks_wherever_it_stands(f, step, random):
 @pytest.mark.parametrize("seed", range(3))
 def test_as_many_are_marked_as_asked_for(share, seed):
     batch = wide(8, 25, seed)
-    wanted = max(1, int(share * 200)) if share else 0
-    assert int(masking.kl_cov_tokens(batch, keys(8), share=share).sum()) == wanted
+    expected = max(1, int(share * 200)) if share else 0
+    assert int(masking.kl_cov_tokens(batch, keys(8), share=share).sum()) == expected
     everything = partial(masking.clip_cov_tokens, low=-1e9, high=1e9)
-    assert int(everything(batch, keys(8), share=share).sum()) == wanted
+    assert int(everything(batch, keys(8), share=share).sum()) == expected
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -123,7 +123,7 @@ def test_equal_covariances_are_decided_by_the_key():
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])
 def test_a_share_that_is_none_is_refused(share):
-    with pytest.raises(ValueError, match=f"share: got {share}, wanted 0 to 1"):
+    with pytest.raises(ValueError, match=f"share: got {share}, expected 0 to 1"):
         masking.kl_cov_tokens(wide(1, 2, 0), keys(1), share=share)
 
 
@@ -154,5 +154,5 @@ def test_as_few_tokens_are_left_out_as_bring_the_second_moment_below_its_limit(l
 
 
 def test_a_limit_that_leaves_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"limit: got 0\.0, wanted more than 0"):
+    with pytest.raises(ValueError, match=r"limit: got 0\.0, expected more than 0"):
         masking.second_moment_tokens(apart([0.0]), keys(1), limit=0.0)

@@ -24,8 +24,8 @@ def of(x: Tensor) -> Stat:
 
 
 def same(a: Stat, b: Stat) -> None:
-    for got, wanted in zip(a, b, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-6)  # squares of 1e4, and their rounding
+    for got, expected in zip(a, b, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-6)  # squares of 1e4, and their rounding
 
 
 def check(s: Stat, x: np.ndarray) -> None:
@@ -78,10 +78,10 @@ def test_tables_merge_name_by_name(tables):
 
 @given(values)
 def test_summaries_of_nothing_are_zero(x):
-    wanted = (x.mean(), x.min(), x.max(), x.std(correction=0)) if len(x) else [torch.zeros(())] * 4
+    expected = (x.mean(), x.min(), x.max(), x.std(correction=0)) if len(x) else [torch.zeros(())] * 4
     got = metrics.extent_and_std("p_", of(x))
     assert list(got) == ["p_mean", "p_min", "p_max", "p_std"]
-    assert list(got.values()) == pytest.approx([float(v) for v in wanted], rel=1e-6, abs=1e-3)
+    assert list(got.values()) == pytest.approx([float(v) for v in expected], rel=1e-6, abs=1e-3)
 
 
 # -- what a step reports
@@ -178,9 +178,9 @@ def test_a_loss_that_says_nothing_has_figures_of_its_tokens():
     """k3 of x = -0.5: exp(x) - x - 1."""
     scores, batch = rows(logp=-1.0, old=-2.0, ref=-1.5)
     figures = metrics.of_tokens(scores, batch, {})
-    wanted = {"ratio": math.e, "clip_low": 0.0, "clip_high": 0.0, "correction": 1.0, "entropy": 0.5}
-    assert figures.keys() == {*wanted, "kl"}
-    for name, value in {**wanted, "kl": math.exp(-0.5) - 0.5}.items():
+    expected = {"ratio": math.e, "clip_low": 0.0, "clip_high": 0.0, "correction": 1.0, "entropy": 0.5}
+    assert figures.keys() == {*expected, "kl"}
+    for name, value in {**expected, "kl": math.exp(-0.5) - 0.5}.items():
         assert figures[name][batch.mask].tolist() == pytest.approx([value] * 4), name
     assert figures["ratio"][~batch.mask].tolist() == [1.0, 1.0]
 

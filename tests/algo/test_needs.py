@@ -263,9 +263,9 @@ def test_a_token_loss_may_return_the_loss_alone_and_the_step_has_its_figures():
 
     policy, experience, figures = run(replace(PLAIN, objective=partial(POLICY, token_loss=custom), epochs=2))
     wide = partial(losses.clipped_ratio, clip_low=1.0, clip_high=1e9)
-    same, _, wanted = run(replace(PLAIN, objective=partial(POLICY, token_loss=wide), epochs=2))
+    same, _, expected = run(replace(PLAIN, objective=partial(POLICY, token_loss=wide), epochs=2))
     torch.testing.assert_close(policy.table, same.table, rtol=1e-9, atol=1e-12)
-    assert figures == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+    assert figures == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert figures["loss/clip_low"] == figures["loss/clip_high"] == 0.0
     assert figures["loss/correction_mean"] == 1.0
     assert {"loss/approx_kl", "loss/entropy", "loss/ratio_mean", "loss/ratio_max"} <= figures.keys()

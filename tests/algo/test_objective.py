@@ -52,8 +52,8 @@ def learn(f, logp, batch, denominators=None):
     return signal.logp, value, aux
 
 
-def exactly(got, wanted):
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+def exactly(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 @given(objectives, batches())
@@ -61,15 +61,15 @@ def test_the_objective_is_a_sum_over_rows_also_when_b_equals_t(f, data):
     """By a loop over rows and tokens: no row's advantage may touch another row."""
     logp, batch = data
     weight = f.keywords["loss_aggregation"](batch, totals(batch))
-    wanted = 0.0
+    expected = 0.0
     for b, x in enumerate(logp):
         row = one_row(batch, b)
         correction = f.keywords["importance_correction"]
         token = f.keywords["token_loss"](x, row)[0] * (1.0 if correction is None else correction(x, row))
         token = token + f.keywords["beta"] * f.keywords["kl"](x, row)
         token = token - f.keywords["entropy_bonus"] * torch.where(row.mask, scores(x).entropy, 0.0)
-        wanted += sum((w * t).item() for w, t in zip(weight[b], token, strict=True))
-    assert learn(f, logp, batch)[1].item() == pytest.approx(wanted, rel=1e-12, abs=1e-12)
+        expected += sum((w * t).item() for w, t in zip(weight[b], token, strict=True))
+    assert learn(f, logp, batch)[1].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @given(objectives, batches(), st.sampled_from(GARBAGE))
@@ -100,9 +100,9 @@ def test_a_bonus_pays_for_entropy_at_every_sampled_token(f, data, bonus, gain):
 @given(objectives, batches(), st.floats(0.01, 3), st.floats(0.01, 3))
 def test_gains_multiply_the_coefficients(f, data, on_kl, on_entropy):
     moved = partial(f, beta=on_kl * f.keywords["beta"], entropy_bonus=on_entropy * f.keywords["entropy_bonus"])
-    wanted, (value, _) = signals(moved, *data)
+    expected, (value, _) = signals(moved, *data)
     got, (same, _) = signals(f, *data, gains=Gains(on_kl, on_entropy))
-    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(same, value, rtol=1e-9, atol=1e-12)
 
 
@@ -178,11 +178,11 @@ def ones(logp, row):
 def test_a_token_loss_may_return_the_loss_alone(f, data):
     loss = f.keywords["token_loss"]
     bare = partial(f, token_loss=lambda logp, row: loss(logp, row)[0], importance_correction=None)
-    (got, (value, aux)), (wanted, (same, _)) = (
+    (got, (value, aux)), (expected, (same, _)) = (
         signals(bare, *data),
         signals(partial(f, importance_correction=None), *data),
     )
-    assert torch.equal(got.logp, wanted.logp)
+    assert torch.equal(got.logp, expected.logp)
     assert torch.equal(value, same)
     assert aux == {}
 

@@ -39,6 +39,6 @@ def test_a_batch_is_refused_with_the_way_to_take_it() -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) >= 17
     for name, said, shape in found:
-        assert "(3, 4), wanted th" in said, name
+        assert "(3, 4), expected th" in said, name
         assert "torch.func.vmap" in said, name
         assert shape == [3, 4], name

@@ -29,7 +29,7 @@ def loop_of(name: str) -> Callable:
     """The scalar loop that has the preset's name."""
     found = getattr(reference, name, None)
     if found is None or not inspect.isfunction(found):
-        raise LookupError(f"got no scalar loop of gin/algo/{name}.gin, wanted {name} in tests/helpers/reference.py")
+        raise LookupError(f"got no scalar loop of gin/algo/{name}.gin, expected {name} in tests/helpers/reference.py")
     return found
 
 
@@ -59,14 +59,14 @@ def samples(step: Step) -> list[list[reference.Sample]]:
 def agree(how: Algorithm, loop: Callable, step: Step, **more: object) -> Learned:
     """To 1e-9, relative and absolute; `more` for `learn`."""
     try:
-        wanted = loop(samples(step), max_new_tokens("grpo"))
+        expected = loop(samples(step), max_new_tokens("grpo"))
     except reference.Undecided:
         assume(False)
     got = learn(how, step, **more)
     slope = torch.zeros_like(step.logp)
-    for where, value in wanted.slope.items():
+    for where, value in expected.slope.items():
         slope[where] = value
-    assert got.objective == pytest.approx(wanted.x, rel=1e-9, abs=1e-9)
+    assert got.objective == pytest.approx(expected.x, rel=1e-9, abs=1e-9)
     torch.testing.assert_close(got.signals, slope[None], rtol=1e-9, atol=1e-9)
     return got
 
@@ -76,7 +76,7 @@ def test_there_are_presets():
 
 
 def test_a_preset_without_a_scalar_loop_is_named():
-    with pytest.raises(LookupError, match=r"got no scalar loop of gin/algo/novel\.gin, wanted novel in"):
+    with pytest.raises(LookupError, match=r"got no scalar loop of gin/algo/novel\.gin, expected novel in"):
         loop_of("novel")
 
 

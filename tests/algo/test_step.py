@@ -258,14 +258,14 @@ def test_an_on_policy_step_climbs_the_policy_gradient(advantage, old_logp, seed,
     _, rollout, reward = experience.groups
     groups = [advantage(v, ok) for v, ok in zip(reward.value, reward.valid, strict=True)]
     torch.testing.assert_close(row_adv(experience), torch.stack(groups))
-    wanted = by_hand(TABLE, rollout, experience.adv)
-    torch.testing.assert_close(policy.steps[0], wanted, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(policy.table, TABLE.double() - 0.5 * wanted, rtol=1e-9, atol=1e-12)
+    expected = by_hand(TABLE, rollout, experience.adv)
+    torch.testing.assert_close(policy.steps[0], expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(policy.table, TABLE.double() - 0.5 * expected, rtol=1e-9, atol=1e-12)
     assert figures["loss/ratio_min"] == pytest.approx(1.0, abs=1e-12)
     assert figures["loss/ratio_max"] == pytest.approx(1.0, abs=1e-12)
     assert figures["loss/logprob_diff_max"] == pytest.approx(0.0, abs=1e-12)
     assert figures["loss/clip_low"] == figures["loss/clip_high"] == 0.0
-    assert figures["loss/grad_norm"] == pytest.approx(float(wanted.norm()))
+    assert figures["loss/grad_norm"] == pytest.approx(float(expected.norm()))
     p = TABLE.double().softmax(-1)
     assert figures["loss/entropy"] == pytest.approx(float(torch.special.entr(p).sum()))
 
@@ -342,13 +342,13 @@ def test_one_update_has_the_bits_of_a_pass_before_it(reference, correct, seed, m
             policy, sampler, with_correction(correct, **changes), key=prng.key(seed, device="cpu")
         )
         results.append((policy, experience, figures))
-    (one, explicit, wanted), (other, own, got) = results
+    (one, explicit, expected), (other, own, got) = results
     assert torch.equal(one.table, other.table)
-    assert wanted == got
+    assert expected == got
     assert "logp" in one.log
     assert "logp" not in other.log
     mask = explicit.batch.mask
-    if not wanted["train/skipped_step"]:
+    if not expected["train/skipped_step"]:
         assert torch.equal(own.batch.logp_old[mask], explicit.batch.logp_old[mask])
         if reference is not None:
             assert torch.equal(own.batch.logp_ref[mask], explicit.batch.logp_ref[mask])
@@ -575,8 +575,8 @@ def test_a_kl_in_the_reward_reaches_the_advantages():
     drift = by_group(
         torch.where(rollout.mask, (TABLE.log_softmax(-1) - reference.log_softmax(-1))[rollout.tokens], 0), 3
     )
-    wanted = [mean_centered(v, ok) for v, ok in zip(reward.value - 0.5 * drift.sum(-1), reward.valid, strict=True)]
-    torch.testing.assert_close(adv, torch.stack(wanted).to(adv.dtype))
+    expected = [mean_centered(v, ok) for v, ok in zip(reward.value - 0.5 * drift.sum(-1), reward.valid, strict=True)]
+    torch.testing.assert_close(adv, torch.stack(expected).to(adv.dtype))
 
 
 # -- dynamic sampling
@@ -649,8 +649,8 @@ def test_every_update_of_a_step_is_measured_against_the_policy_that_sampled(old_
     logprobs = TABLE.double().log_softmax(-1)
     assert len(policy.seen) == 6
     for micro in policy.seen:
-        got, wanted = micro.logp_old[micro.mask].double(), logprobs[micro.tokens[micro.mask]]
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+        got, expected = micro.logp_old[micro.mask].double(), logprobs[micro.tokens[micro.mask]]
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
 
 
 # -- trainer against sampler
@@ -681,13 +681,15 @@ def test_the_mismatch_is_the_samplers_and_not_the_policys_own_movement(old_logp,
     assert figures["loss/ratio_max"] > 1.5  # it has moved far
     x = apart(experience.groups.rollout, rows)
     w = x.exp()
-    wanted = {
+    expected = {
         "loss/logprob_diff_mean": x.abs().mean(),
         "loss/logprob_diff_max": x.abs().max(),
         "loss/mismatch_kl": (w - 1 - x).mean(),
         "loss/mismatch_ess": w.sum() ** 2 / (len(w) * (w**2).sum()),
     }
-    assert {name: figures[name] for name in wanted} == pytest.approx({k: float(v) for k, v in wanted.items()}, abs=1e-6)
+    assert {name: figures[name] for name in expected} == pytest.approx(
+        {k: float(v) for k, v in expected.items()}, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("old_logp", [from_sampler, from_trainer])
@@ -726,8 +728,8 @@ def test_a_step_on_anothers_samples_climbs_the_weighed_gradient(seed, micro_toke
     rollout = experience.groups.rollout
     w = torch.zeros(rollout.mask.shape, dtype=torch.float64)
     w[rollout.mask] = apart(rollout).exp().clamp(max=1.2)
-    wanted = by_hand(TABLE, rollout, experience.adv * by_group(w, 3))
-    torch.testing.assert_close(policy.steps[0], wanted, rtol=1e-5, atol=1e-7)  # the sampler speaks float32
+    expected = by_hand(TABLE, rollout, experience.adv * by_group(w, 3))
+    torch.testing.assert_close(policy.steps[0], expected, rtol=1e-5, atol=1e-7)  # the sampler speaks float32
     assert figures["loss/correction_mean"] == pytest.approx(float(w[rollout.mask].mean()), abs=1e-6)
     assert figures["loss/importance_masked_frac"] == 0.0
 
@@ -742,8 +744,8 @@ def test_what_a_mask_takes_away_is_counted_and_the_denominators_stay():
     assert figures["loss/importance_masked_frac"] == pytest.approx(1 - float(kept.double().mean()))
     weight = torch.zeros(rollout.mask.shape, dtype=torch.float64)
     weight[rollout.mask] = torch.where(kept, w, 0.0)
-    wanted = by_hand(TABLE, rollout, experience.adv * by_group(weight, 3))  # a mean over all sampled tokens
-    torch.testing.assert_close(policy.steps[0], wanted, rtol=1e-5, atol=1e-7)
+    expected = by_hand(TABLE, rollout, experience.adv * by_group(weight, 3))  # a mean over all sampled tokens
+    torch.testing.assert_close(policy.steps[0], expected, rtol=1e-5, atol=1e-7)
 
 
 # -- the seams
@@ -755,7 +757,7 @@ def test_a_reward_laid_out_the_other_way_is_refused():
         return outcome_reward(good.value.T, good.valid.T, {name: x.T for name, x in good.parts.items()})
 
     policy, sampler = pair()
-    with pytest.raises(ValueError, match=r"got reward value \(4, 3\), wanted problems by samples, \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"got reward value \(4, 3\), expected problems by samples, \(3, 4\)"):
         step(policy, sampler, algo(), reward=turned)
     assert "update" not in policy.log
 
@@ -843,9 +845,9 @@ def test_a_stage_that_is_not_there_is_one_that_changes_nothing(knob, old_logp):
             experience, carried, found = onwards(policy, sampler, replace(how, **{knob: value}), carried)
             figures.append((found, experience.adv.double(), carried.gains))
         results.append((policy.table, figures))
-    (one, wanted), (other, got) = results
+    (one, expected), (other, got) = results
     assert torch.equal(one, other)
-    for (a, adv, gains), (b, same, kept) in zip(wanted, got, strict=True):
+    for (a, adv, gains), (b, same, kept) in zip(expected, got, strict=True):
         assert a == b
         assert torch.equal(adv, same)
         assert gains == kept

@@ -46,8 +46,8 @@ def signal_of(f, logp: Tensor, batch: Batch, denominators=None) -> tuple[Tensor,
     return signal.logp, value
 
 
-def exactly(got, wanted) -> None:
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+def exactly(got, expected) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 # -- the objective
@@ -100,8 +100,8 @@ def test_padding_and_garbage_behind_the_mask_change_nothing(f, data, extra, garb
 @given(batches(), st.sampled_from(sorted(AGGREGATIONS)))
 def test_without_a_token_weight_the_bits_are_those_of_a_weight_of_one(data, weigh):
     ones = partial(composed("None", weigh), token_weight=lambda logp, row: row.mask.to(logp.dtype))
-    for got, wanted in zip(signal_of(composed("None", weigh), *data), signal_of(ones, *data), strict=True):
-        assert torch.equal(got, wanted)
+    for got, expected in zip(signal_of(composed("None", weigh), *data), signal_of(ones, *data), strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("phi", [f for f in TOKEN_WEIGHTS.values() if f is not None])
@@ -229,9 +229,9 @@ def test_micro_batches_of_a_mixture_add_up(seed, prompts, rows, minibatches, mic
 @given(SEEDS, st.integers(1, 3), st.integers(1, 3))
 def test_given_rows_stay_out_of_the_figures_of_sampled_ones(seed, prompts, rows):
     mixed, alone = Mixed(seed, prompts, rows), Mixed(seed, prompts, 0)
-    (_, got), (_, wanted) = mixed.learn(0.5), alone.learn(0.0)
-    assume(not wanted["train/skipped_step"])  # without signal there is no figure of a loss: the next test
-    for name, value in wanted.items():
+    (_, got), (_, expected) = mixed.learn(0.5), alone.learn(0.0)
+    assume(not expected["train/skipped_step"])  # without signal there is no figure of a loss: the next test
+    for name, value in expected.items():
         if name not in ("loss/objective", "system/micro_batches"):
             assert got[name] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), name
 
@@ -304,10 +304,10 @@ def observing(step: Step, **how) -> Tensor:
 def test_observations_add_their_cross_entropy_and_leave_sampled_tokens_alone(step: Step):
     """L_GRPO + lambda L_Env, by a loop over the observed tokens."""
     places = places_between(step)
-    wanted = learn(preset("echo"), step).signals
+    expected = learn(preset("echo"), step).signals
     for b, t in places:
-        wanted[0, b, t] -= COEF / len(places)
-    torch.testing.assert_close(observing(step), wanted, rtol=1e-12, atol=1e-12)
+        expected[0, b, t] -= COEF / len(places)
+    torch.testing.assert_close(observing(step), expected, rtol=1e-12, atol=1e-12)
 
 
 @FEW

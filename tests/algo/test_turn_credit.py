@@ -68,8 +68,8 @@ def test_turn_returns_as_a_loop_over_tokens(compare, step, gamma):
         k = turn_of(mask[p, b].tolist(), t)
         worth = [returns_from(reward.turns[p, j].tolist(), k, gamma) for j in range(g)]
         members = [bool(reward.valid[p, j] and reward.states[p, j, k] >= 0) for j in range(g)]
-        wanted = compared(compare, worth, members, b) if reward.valid[p, b] else 0.0
-        assert got[p, b, t].item() == pytest.approx(wanted, abs=1e-9)
+        expected = compared(compare, worth, members, b) if reward.valid[p, b] else 0.0
+        assert got[p, b, t].item() == pytest.approx(expected, abs=1e-9)
     assert (got[~mask] == 0).all()
 
 
@@ -87,8 +87,8 @@ def test_group_in_group_as_a_loop_over_tokens(compare, step, gamma, weight):
         worth = [returns_from(reward.turns[p, j].tolist(), i, gamma) for j, i in all_turns]
         same = [bool(reward.valid[p, j] and reward.states[p, j, i] == reward.states[p, b, k]) for j, i in all_turns]
         turns = compared(compare, worth, same, all_turns.index((b, k)))
-        wanted = samples + weight * turns if reward.valid[p, b] else 0.0
-        assert got[p, b, t].item() == pytest.approx(wanted, abs=1e-9)
+        expected = samples + weight * turns if reward.valid[p, b] else 0.0
+        assert got[p, b, t].item() == pytest.approx(expected, abs=1e-9)
 
 
 def test_two_ways_through_a_maze():
@@ -143,9 +143,9 @@ def test_numbers_of_states_are_names(compare, step, names):
     reward, mask = step
     renamed = torch.where(reward.states >= 0, torch.tensor(names)[reward.states.clamp(min=0)] + 7, -1)
     knobs = {"advantage": compare, "gamma": 0.95, "state_weight": 1.0}
-    wanted = credit.group_in_group(scored_step(reward, mask), **knobs)
+    expected = credit.group_in_group(scored_step(reward, mask), **knobs)
     got = credit.group_in_group(scored_step(reward._replace(states=renamed), mask), **knobs)
-    assert torch.equal(got, wanted)
+    assert torch.equal(got, expected)
 
 
 @each_advantage

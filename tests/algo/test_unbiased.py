@@ -35,8 +35,8 @@ seeds = st.integers(0, 2**31)
 FEW = settings(max_examples=max(2, settings.default.max_examples // 20))
 
 
-def exactly(got: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+def exactly(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 # -- distillation
@@ -162,10 +162,10 @@ def rewards(seed: int, mask: Tensor) -> Tensor:
 def test_on_policy_leave_one_out_is_the_policy_gradient_and_centered_a_share_of_it(f, seed, mask, size):
     """Minus the gradient of E[R], whatever the loss; `centered` gives (G - 1) / G of it."""
     theta, reward = policy(seed), rewards(seed, mask)
-    wanted = -grad(lambda x: expected_reward(x, reward, mask))(theta)
-    exactly(expected_signal(theta, reward, mask, advantage.leave_one_out, row_sum, size, f), wanted)
+    expected = -grad(lambda x: expected_reward(x, reward, mask))(theta)
+    exactly(expected_signal(theta, reward, mask, advantage.leave_one_out, row_sum, size, f), expected)
     centered = expected_signal(theta, reward, mask, advantage.mean_centered, row_sum, size, f)
-    exactly(centered, wanted * (size - 1) / size)
+    exactly(centered, expected * (size - 1) / size)
 
 
 @given(seeds, st.sampled_from([FULL, ENDS_EARLY]), st.integers(2, 3))
@@ -190,33 +190,33 @@ def test_pass_at_k_climbs_pass_at_k_at_a_pace_of_its_own(seed, mask, sizes):
         return advantage.pass_at_k(reward, valid, k=k, threshold=1.0)
 
     got = expected_signal(theta, solved, mask, by_pass_at_k, row_sum, size, losses.reinforce)
-    wanted = -grad(lambda x: -((1 - expected_reward(x, solved, mask)) ** k))(theta)
-    assert abs(off_direction(got, wanted)) < 1e-10
+    expected = -grad(lambda x: -((1 - expected_reward(x, solved, mask)) ** k))(theta)
+    assert abs(off_direction(got, expected)) < 1e-10
 
 
-def off_direction(got: Tensor, wanted: Tensor) -> float:
+def off_direction(got: Tensor, expected: Tensor) -> float:
     """1 - cosine."""
-    return 1 - torch.nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), dim=0).item()
+    return 1 - torch.nn.functional.cosine_similarity(got.flatten(), expected.flatten(), dim=0).item()
 
 
 @pytest.mark.parametrize("weigh", [objective.token_mean, objective.sequence_mean])
 def test_the_other_weights_point_elsewhere_when_lengths_differ(weigh):
     """The length bias: not a fault of the code, so it is pinned down here."""
     theta, reward = policy(6), rewards(6, ENDS_EARLY)
-    wanted = -grad(lambda x: expected_reward(x, reward, ENDS_EARLY))(theta)
+    expected = -grad(lambda x: expected_reward(x, reward, ENDS_EARLY))(theta)
     got = expected_signal(theta, reward, ENDS_EARLY, advantage.leave_one_out, weigh, 2, losses.reinforce)
-    assert off_direction(got, wanted) > 1e-3
+    assert off_direction(got, expected) > 1e-3
 
 
 def test_dividing_by_std_points_elsewhere():
     theta, reward = policy(0), rewards(0, FULL)
-    wanted = -grad(lambda x: expected_reward(x, reward, FULL))(theta)
+    expected = -grad(lambda x: expected_reward(x, reward, FULL))(theta)
 
     def normalized(r, v):
         return advantage.group_normalized(r, v, eps=1e-4, ddof=1)
 
     got = expected_signal(theta, reward, FULL, normalized, row_sum, 3, losses.reinforce)
-    assert off_direction(got, wanted) > 1e-3
+    assert off_direction(got, expected) > 1e-3
 
 
 @each(ADVANTAGES)

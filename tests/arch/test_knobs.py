@@ -39,7 +39,7 @@ def defaults(path: str, source: str) -> list[str]:
             *((arg, value, "a knob") for arg, value in zip(args.kwonlyargs, args.kw_defaults, strict=True) if value),
         ]:
             got = f"got {arg.arg}={ast.unparse(value)}"
-            found.append(f"{path}:{arg.lineno}: {name}: {got}, which is {kind}, wanted no default in a pure package")
+            found.append(f"{path}:{arg.lineno}: {name}: {got}, which is {kind}, expected no default in a pure package")
     return found
 
 

@@ -291,7 +291,7 @@ def test_only_a_number_that_is_named_is_raised(
 
 if __name__ == "__main__":
     if unknown := {*sys.argv[1:]} - RATCHETS.keys():
-        sys.exit(f"error: got {', '.join(sorted(unknown))}, wanted names of {', '.join(RATCHETS)}")
+        sys.exit(f"error: got {', '.join(sorted(unknown))}, expected names of {', '.join(RATCHETS)}")
     status = write_record({name: ratchet.measure() for name, ratchet in RATCHETS.items()}, sys.argv[1:])
     print("", *long_functions(), *long_files(), sep="\n")
     sys.exit(status)

@@ -95,7 +95,7 @@ class Chrome:
         until = time.monotonic() + DEADLINE
         while not self.run(script, *args):
             if time.monotonic() > until:
-                raise BrowserError(f"got no true answer within {DEADLINE:g} s, wanted one: {script} {args}")
+                raise BrowserError(f"got no true answer within {DEADLINE:g} s, expected one: {script} {args}")
             time.sleep(0.05)
 
     def devtools(self, command: str, **params: object) -> Any:

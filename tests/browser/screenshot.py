@@ -24,7 +24,7 @@ def main() -> None:
     browser, driver = found(BROWSERS), found(DRIVERS)
     if browser is None or driver is None:
         parser.error(
-            f"got no browser, wanted one of {BROWSERS} and of {DRIVERS}: apt-get install chromium chromium-driver"
+            f"got no browser, expected one of {BROWSERS} and of {DRIVERS}: apt-get install chromium chromium-driver"
         )
     with tempfile.TemporaryDirectory() as folder:
         window = Chrome(Path(folder), browser=browser, driver=driver)

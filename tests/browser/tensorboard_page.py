@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
     runs, out = map(Path, argv)
     browser, driver = found(BROWSERS), found(DRIVERS)
     if browser is None or driver is None:
-        print(f"got no browser, wanted one of {BROWSERS} and of {DRIVERS}", file=sys.stderr)
+        print(f"got no browser, expected one of {BROWSERS} and of {DRIVERS}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
         chrome = Chrome(Path(folder), browser=browser, driver=driver)

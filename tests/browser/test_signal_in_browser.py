@@ -129,12 +129,12 @@ def test_rows_are_sorted_and_grouped_on_demand(window: Chrome, shown: TokenRepor
 def test_the_filter_leaves_the_rows_that_have_every_word(window: Chrome, shown: TokenReport) -> None:
     window.press("/")
     window.press(*"TWO spaces")
-    wanted = [
+    expected = [
         row for row in shown.rows if "two  spaces" in "".join(t.text for t in row.tokens).replace("two ", "two  ")
     ]
-    assert len(wanted) == 1
+    assert len(expected) == 1
     window.wait("return document.querySelector('#found').textContent === arguments[0]", f"1 of {len(shown.rows)} rows")
-    assert window.run(ORDER) == [f"{row.influence:.6g}" for row in wanted]
+    assert window.run(ORDER) == [f"{row.influence:.6g}" for row in expected]
     window.run("document.querySelector('#group').click()")
     assert window.run("return [...document.querySelectorAll('.group')].filter(g => g.checkVisibility()).length") == 1
 

@@ -238,7 +238,7 @@ def test_a_macro_takes_what_shells_leave_of_a_value(said: str, meant: Any) -> No
 def test_a_broken_literal_is_no_string(said: str) -> None:
     message = complaint(RUN, f"STEPS={said}")
     assert message.startswith(f"--gin_param 'STEPS={said}'" if "'" not in said else '--gin_param "STEPS=')
-    assert "wanted a gin value" in message
+    assert "expected a gin value" in message
 
 
 def test_parameters_may_name_functions_and_knobs_through_the_imports_of_the_files() -> None:
@@ -248,7 +248,7 @@ def test_parameters_may_name_functions_and_knobs_through_the_imports_of_the_file
 
 
 def test_a_knob_is_never_taken_for_a_bare_string() -> None:
-    assert "got '/data/model', wanted a gin value" in complaint(RUN, "fm.root.steps=/data/model")
+    assert "got '/data/model', expected a gin value" in complaint(RUN, "fm.root.steps=/data/model")
 
 
 def test_overriding_a_knob_does_not_make_its_macro_an_error() -> None:
@@ -285,7 +285,7 @@ def test_a_key_of_a_dictionary_may_be_a_macro_for_text_or_a_number() -> None:
     twice = complaint(f"{RUN}NAME = 'math'\nfm.root.extra = {{%NAME: 2.0, 'math': %STEPS}}\n")
     assert "fixture_module.root: got two keys 'math'" in twice
     wrong = complaint(f"{RUN}fm.root.extra = {{@fm.scale: 2.0}}\n")
-    assert "fixture_module.root: got @fixture_module.scale as a key of a dictionary, wanted text or a number" in wrong
+    assert "fixture_module.root: got @fixture_module.scale as a key of a dictionary, expected text or a number" in wrong
 
 
 def test_a_stored_configuration_has_absolute_paths_and_is_of_the_same_run(
@@ -321,20 +321,20 @@ def test_a_stored_configuration_has_absolute_paths_and_is_of_the_same_run(
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         *(("rows", True), ("rows/*.jsonl", True), ("./rows", True)),
         *(("row", False), ("rows/*.csv", False), ("", False), ("~", False), ("/", False)),
     ],
 )
 def test_a_path_is_relative_where_it_names_what_is_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, wanted: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: bool
 ) -> None:
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "a.jsonl").touch()
     (tmp_path / "~").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert is_relative_path(text) is wanted
+    assert is_relative_path(text) is expected
 
 
 def test_a_file_of_the_working_folder_does_not_take_the_place_of_one_of_ours(
@@ -352,55 +352,55 @@ def test_a_file_of_the_working_folder_does_not_take_the_place_of_one_of_ours(
 
 
 @pytest.mark.parametrize(
-    ("line", "wanted"),
+    ("line", "expected"),
     [
         ("STPES = 5", "STPES: nothing uses this macro (bound at main.gin:LINE); did you mean STEPS?"),
         ("steps = 5", "steps: nothing uses this macro (bound at main.gin:LINE); did you mean STEPS?"),
         ("ZZ = 5", "ZZ: nothing uses this macro (bound at main.gin:LINE); macros in use: STEPS"),
         (
             "fm.root.rate = %RATE",
-            "RATE: got no value for this macro (used at main.gin:LINE by fixture_module.root), wanted "
+            "RATE: got no value for this macro (used at main.gin:LINE by fixture_module.root), expected "
             "--gin_param 'RATE=...' or a line `RATE = ...` in a gin file",
         ),
-        ("STEPS = %STEPS", "%STEPS: got a circle, %STEPS -> %STEPS; wanted a value that does not need itself"),
+        ("STEPS = %STEPS", "%STEPS: got a circle, %STEPS -> %STEPS; expected a value that does not need itself"),
         (
             "fm.root.stps = 1",
-            "main.gin:LINE: fm.root: got a binding for stps, wanted one of steps, rate, objective, advantage, task, "
+            "main.gin:LINE: fm.root: got a binding for stps, expected one of steps, rate, objective, advantage, task, "
             "extra; did you mean steps?",
         ),
         (
             "fm.root.size = 1",
-            "main.gin:LINE: fm.root: got a binding for size, wanted one of steps, rate, objective, advantage, task, "
+            "main.gin:LINE: fm.root: got a binding for size, expected one of steps, rate, objective, advantage, task, "
             "extra; there is ",
         ),
         (
             "fm.shift.x = 1",
-            "fixture_module.shift: got a binding for x, which is data (positional), wanted a keyword-only parameter",
+            "fixture_module.shift: got a binding for x, which is data (positional), expected a keyword-only parameter",
         ),
-        ("fm.objective.batch = 1", "fixture_module.objective: got a binding for batch, wanted none, as the program"),
-        ("fm.root.rate = 'fast'", "fixture_module.root.rate: got 'fast' (str), wanted float"),
-        ("fm.root.steps = 1e3", "fixture_module.root.steps: got 1000.0 (float), wanted int"),
-        ("fm.root.steps = True", "fixture_module.root.steps: got True (bool), wanted int"),
-        ("fm.root.steps = None", "fixture_module.root.steps: got None (NoneType), wanted int"),
-        ("fm.root.steps = @fm.plain", "fixture_module.root.steps: got @fixture_module.plain, wanted int"),
+        ("fm.objective.batch = 1", "fixture_module.objective: got a binding for batch, expected none, as the program"),
+        ("fm.root.rate = 'fast'", "fixture_module.root.rate: got 'fast' (str), expected float"),
+        ("fm.root.steps = 1e3", "fixture_module.root.steps: got 1000.0 (float), expected int"),
+        ("fm.root.steps = True", "fixture_module.root.steps: got True (bool), expected int"),
+        ("fm.root.steps = None", "fixture_module.root.steps: got None (NoneType), expected int"),
+        ("fm.root.steps = @fm.plain", "fixture_module.root.steps: got @fixture_module.plain, expected int"),
         ("fm.root.advantage = @fm.plan", "main.gin:LINE: fm.plan: fixture_module has no plan; did you mean plain?"),
         ("fm.root.advantage = @am.plain", "main.gin:LINE: 'am' was not provided by an import statement."),
         ("fm.root.advantage = @fm.nameless", "fixture_module.<lambda>: got <function <lambda>"),
-        ("fm.root.advantage = @fm", "main.gin:LINE: got fm, wanted module.function"),
-        ("fm.steps = 1", "main.gin:LINE: got fm, wanted module.function (and module.function.knob to bind a knob)"),
-        ("fm.root.advantage = %gin.REQUIRED", "got %gin.REQUIRED, wanted a value, a macro or a function"),
+        ("fm.root.advantage = @fm", "main.gin:LINE: got fm, expected module.function"),
+        ("fm.steps = 1", "main.gin:LINE: got fm, expected module.function (and module.function.knob to bind a knob)"),
+        ("fm.root.advantage = %gin.REQUIRED", "got %gin.REQUIRED, expected a value, a macro or a function"),
         ("import no_such_module", "main.gin:LINE: No module named 'no_such_module'"),
         ("fm.root.rate 1", "main.gin:LINE: "),
         ("fm.root.rate = [1, 2", "main.gin:"),
         ("fm.root.rate = 'open", "main.gin:"),
-        ("include 'no/such.gin'", "main.gin: got 'no/such.gin', wanted a gin file"),
+        ("include 'no/such.gin'", "main.gin: got 'no/such.gin', expected a gin file"),
         ("include '$HERE/main.gin'", "main.gin: got an include of main.gin, which includes this file"),
-        ("fm.root.task = @fm.shift()", "@fixture_module.shift(): got no value for x, wanted @fixture_module.shift"),
+        ("fm.root.task = @fm.shift()", "@fixture_module.shift(): got no value for x, expected @fixture_module.shift"),
     ],
 )
-def test_every_mistake_is_one_line_that_names_it(line: str, wanted: str) -> None:
+def test_every_mistake_is_one_line_that_names_it(line: str, expected: str) -> None:
     message = complaint(f"{RUN}{line}\n")
-    assert message.startswith(wanted.replace("LINE", str(RUN.count("\n") + 1)))
+    assert message.startswith(expected.replace("LINE", str(RUN.count("\n") + 1)))
     assert "\n" not in message
 
 
@@ -410,29 +410,33 @@ def test_a_knob_of_another_function_is_pointed_at() -> None:
 
 
 @pytest.mark.parametrize(
-    ("param", "wanted"),
+    ("param", "expected"),
     [
-        ("fm.shift.by=2", "the run does not use fixture_module.shift, wanted a knob that has an effect"),
+        ("fm.shift.by=2", "the run does not use fixture_module.shift, expected a knob that has an effect"),
         (
             "fm.broken_task.size=3",
-            "the run does not use fixture_module.broken_task, wanted a knob that has an effect; did you mean "
+            "the run does not use fixture_module.broken_task, expected a knob that has an effect; did you mean "
             "fixture_module.task.size?",
         ),
-        ("s/fm.task.size=3", "the run does not use fixture_module.task in the scope s, wanted a knob that has an"),
+        ("s/fm.task.size=3", "the run does not use fixture_module.task in the scope s, expected a knob that has an"),
     ],
 )
-def test_a_knob_of_a_function_that_the_run_does_not_use_is_refused_on_the_command_line(param: str, wanted: str) -> None:
-    assert complaint(RUN, param).startswith(f"--gin_param {param!r}: {wanted}")
+def test_a_knob_of_a_function_that_the_run_does_not_use_is_refused_on_the_command_line(
+    param: str, expected: str
+) -> None:
+    assert complaint(RUN, param).startswith(f"--gin_param {param!r}: {expected}")
     assert load_text(f"{RUN}{param}\n").fingerprint == load_text(RUN).fingerprint  # in a file it may be for another one
 
 
 def test_everything_unbound_is_listed_at_once() -> None:
     text = f"{HEADER}fm.root.objective = @fm.objective\nfm.objective.beta = %BETA\nfm.root.advantage = @s/fm.scale\n"
     assert complaint(text).splitlines() == [
-        "fixture_module.root: got no value for steps, rate, task, wanted each bound in a gin file or with --gin_param",
-        "s/fixture_module.scale: got no value for factor, offset, wanted each bound in a gin file or with --gin_param",
-        "fixture_module.objective: got no value for token_loss, wanted each bound in a gin file or with --gin_param",
-        "BETA: got no value for this macro (used at main.gin:4 by fixture_module.objective), wanted --gin_param "
+        "fixture_module.root: got no value for steps, rate, task, expected each bound in a gin file or with "
+        "--gin_param",
+        "s/fixture_module.scale: got no value for factor, offset, expected each bound in a gin file or with "
+        "--gin_param",
+        "fixture_module.objective: got no value for token_loss, expected each bound in a gin file or with --gin_param",
+        "BETA: got no value for this macro (used at main.gin:4 by fixture_module.objective), expected --gin_param "
         "'BETA=...' or a line `BETA = ...` in a gin file",
     ]
 
@@ -440,7 +444,7 @@ def test_everything_unbound_is_listed_at_once() -> None:
 def test_what_the_program_supplies_may_be_unbound_only_where_it_supplies_it() -> None:
     load_text(RUN, "fm.root.objective=%OBJECTIVE", "OBJECTIVE=@fm.objective")
     message = complaint(RUN, "fm.root.advantage=@fm.objective")
-    assert message.startswith("fixture_module.objective: got no value for batch, totals, wanted each bound")
+    assert message.startswith("fixture_module.objective: got no value for batch, totals, expected each bound")
 
 
 def test_knobs_of_a_function_that_was_replaced_are_no_error() -> None:
@@ -473,7 +477,7 @@ def test_plain_annotations_are_checked_and_an_integer_is_a_float() -> None:
 
 def test_functions_need_dynamic_registration_first() -> None:
     message = complaint("import fixture_module as fm\nfm.shift.by = 1\n")
-    assert message == "main.gin:2: got fm.shift, wanted a line `from __gin__ import dynamic_registration` before it"
+    assert message == "main.gin:2: got fm.shift, expected a line `from __gin__ import dynamic_registration` before it"
 
 
 def test_an_error_inside_an_imported_module_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,7 +515,7 @@ def test_files_are_found_in_the_gin_folder_without_a_word(
 
 @pytest.mark.parametrize("param", ["STEPS", "=3", "1X=3", "a b=3", "fm.root.=3", "--x=3"])
 def test_a_parameter_is_name_equals_value(param: str) -> None:
-    assert "wanted NAME=VALUE" in complaint(RUN, param)
+    assert "expected NAME=VALUE" in complaint(RUN, param)
 
 
 # Another function that takes some of the root's knobs.
@@ -535,7 +539,7 @@ def test_a_taker_receives_what_is_bound_for_the_root_and_nothing_else() -> None:
 def test_what_a_taker_does_not_take_may_be_unbound_and_what_it_takes_may_not() -> None:
     bare = f"{HEADER}fm.root.objective = %WHAT\nfm.root.rate = %NEVER\n"
     assert taken(bare, "WHAT=1", "fm.root.steps=2").kwargs() == {"steps": 2, "objective": 1}
-    with pytest.raises(ValueError, match=r"^fixture_module\.root: got no value for steps, wanted each") as caught:
+    with pytest.raises(ValueError, match=r"^fixture_module\.root: got no value for steps, expected each") as caught:
         taken(bare)
     assert "WHAT: got no value for this macro" in str(caught.value)
     assert "NEVER" not in str(caught.value)

@@ -47,12 +47,12 @@ for knob in ("max_value = 5", "operations = 3", "test_size = 8", "worked_share =
 EPISODES = ["--gin_file", str(PROJECT / "tests" / "e2e" / "episodes.gin")]
 SELF_TEACHER, SIBLING_TEACHER = (["--gin_file", f"scale/{name}_teacher.gin"] for name in ("self", "sibling"))
 NEEDS = {
-    "m2po": (OWN_PASS, "wanted step.Algorithm.old_logp = @step.from_trainer"),
-    "chord": (DEMONSTRATIONS, "wanted some: --gin_file task/demonstrations.gin"),
-    **dict.fromkeys(["opd", "mopd", "iw_opd", "rlsd"], (TEACHER, "wanted one: --gin_file scale/teacher.gin")),
-    "sdft": (SELF_TEACHER, "wanted one: --gin_file scale/teacher.gin"),
-    "echo": (EPISODES, "wanted @sections.Episodes(), or step.Algorithm.beside without @supervised.observations"),
-    "sdpo": (SIBLING_TEACHER, "wanted one: --gin_file scale/teacher.gin"),
+    "m2po": (OWN_PASS, "expected step.Algorithm.old_logp = @step.from_trainer"),
+    "chord": (DEMONSTRATIONS, "expected some: --gin_file task/demonstrations.gin"),
+    **dict.fromkeys(["opd", "mopd", "iw_opd", "rlsd"], (TEACHER, "expected one: --gin_file scale/teacher.gin")),
+    "sdft": (SELF_TEACHER, "expected one: --gin_file scale/teacher.gin"),
+    "echo": (EPISODES, "expected @sections.Episodes(), or step.Algorithm.beside without @supervised.observations"),
+    "sdpo": (SIBLING_TEACHER, "expected one: --gin_file scale/teacher.gin"),
 }
 each_preset = pytest.mark.parametrize("name", PRESETS)
 

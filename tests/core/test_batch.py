@@ -74,7 +74,7 @@ def test_more_devices_never_make_more_micro_batches(drawn, micro_tokens):
 @pytest.mark.parametrize("devices", [0, -1])
 @given(batches())
 def test_less_than_one_device_is_refused(devices, drawn):
-    with pytest.raises(ValueError, match=f"devices: got {devices}, wanted at least 1"):
+    with pytest.raises(ValueError, match=f"devices: got {devices}, expected at least 1"):
         split(drawn[1], 10, devices)
 
 
@@ -116,8 +116,8 @@ def test_groups_of_any_size_are_counted_exactly(tokens):
 
 @given(batches())
 def test_lengths_reach_the_last_sampled_token(drawn):
-    wanted = [max([t + 1 for t, on in enumerate(row) if on], default=0) for row in drawn[1].mask.tolist()]
-    assert lengths(drawn[1].mask).tolist() == wanted
+    expected = [max([t + 1 for t, on in enumerate(row) if on], default=0) for row in drawn[1].mask.tolist()]
+    assert lengths(drawn[1].mask).tolist() == expected
 
 
 # -- minibatches
@@ -134,7 +134,7 @@ def test_minibatches_are_equal_runs_of_whole_groups_in_order(parts, each, group_
 
 @given(batches(rows=4))
 def test_uneven_minibatches_are_refused(drawn):
-    with pytest.raises(ValueError, match="got 4 rows for 3 minibatches, wanted a multiple"):
+    with pytest.raises(ValueError, match="got 4 rows for 3 minibatches, expected a multiple"):
         minibatches(drawn[1], 3)
 
 
@@ -189,14 +189,14 @@ def test_row_b_is_sample_g_of_prompt_p():
 def test_advantages_that_are_not_finite_are_refused(broken):
     bad, some = adv(), torch.zeros(6, T)
     bad[1, 2, 3] = broken
-    with pytest.raises(ValueError, match=rf"got advantages that are not finite, \[{broken}\], wanted finite ones"):
+    with pytest.raises(ValueError, match=rf"got advantages that are not finite, \[{broken}\], expected finite ones"):
         make_batch(rollout(), EVERYONE, bad, some, some, some)
 
 
 def test_advantages_for_other_rows_are_refused():
     some = torch.zeros(6, T)
     for shape in [(2, 2, T), (P, G, T - 1)]:
-        with pytest.raises(ValueError, match=r"got \(2, ., .\) advantages for 6 rows of 5, wanted one a token"):
+        with pytest.raises(ValueError, match=r"got \(2, ., .\) advantages for 6 rows of 5, expected one a token"):
             make_batch(rollout(), EVERYONE, torch.zeros(shape), some, some, some)
 
 
@@ -235,18 +235,22 @@ def silent(b: int) -> Rollout:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (lambda: changed("mask", 2, 0, True), "got a row whose first token is marked as sampled, wanted a prompt"),
-        (lambda: silent(4), "got row 4 without a sampled token, wanted at least one"),
-        (lambda: changed("logp_sampled", 3, 2, 0.5), "got logp_sampled 0.5 at row 3, token 2; wanted a finite log-pr"),
-        (lambda: changed("logp_sampled", 3, 2, float("nan")), "got logp_sampled nan at row 3, token 2; wanted a fin"),
-        (lambda: changed("logp_sampled", 3, 2, float("-inf")), "got logp_sampled -inf at row 3, token 2; wanted a f"),
+        (lambda: changed("mask", 2, 0, True), "got a row whose first token is marked as sampled, expected a prompt"),
+        (lambda: silent(4), "got row 4 without a sampled token, expected at least one"),
+        (
+            lambda: changed("logp_sampled", 3, 2, 0.5),
+            "got logp_sampled 0.5 at row 3, token 2; expected a finite log-pr",
+        ),
+        (lambda: changed("logp_sampled", 3, 2, float("nan")), "got logp_sampled nan at row 3, token 2; expected a fin"),
+        (lambda: changed("logp_sampled", 3, 2, float("-inf")), "got logp_sampled -inf at row 3, token 2; expected a f"),
         (
             lambda: changed("logp_sampled", 3, 2, -200.0),
-            "got logp_sampled -200.0 at row 3, token 2; wanted a finite log-probability <= 0 and >= -103.3, of a token",
+            "got logp_sampled -200.0 at row 3, token 2; expected a finite log-probability <= 0 and >= -103.3, of a "
+            "token",
         ),
     ],
 )
-def test_a_broken_rollout_says_what_was_got_and_wanted(bad, message):
+def test_a_broken_rollout_says_what_was_got_and_expected(bad, message):
     with pytest.raises(ValueError, match=message):
         check_rollout(bad())
 
@@ -263,11 +267,14 @@ class Unchecked:
     [
         (
             {"mask": torch.ones(6, 4, dtype=torch.bool)},
-            r"got rollout.mask \(6, 4\), wanted the shape of tokens, \(6, 5",
+            r"got rollout.mask \(6, 4\), expected the shape of tokens, \(6, 5",
         ),
-        ({"logp_sampled": torch.zeros(5, 5)}, r"got rollout.logp_sampled \(5, 5\), wanted the shape of tokens, \(6, 5"),
-        ({"text": ("",) * 5}, r"got 5 texts and truncated \(6,\), wanted 6 of each"),
-        ({"truncated": torch.zeros(7, dtype=torch.bool)}, r"got 6 texts and truncated \(7,\), wanted 6 of each"),
+        (
+            {"logp_sampled": torch.zeros(5, 5)},
+            r"got rollout.logp_sampled \(5, 5\), expected the shape of tokens, \(6, 5",
+        ),
+        ({"text": ("",) * 5}, r"got 5 texts and truncated \(6,\), expected 6 of each"),
+        ({"truncated": torch.zeros(7, dtype=torch.bool)}, r"got 6 texts and truncated \(7,\), expected 6 of each"),
     ],
 )
 def test_fields_that_do_not_agree_are_named(bad, message):
@@ -295,5 +302,5 @@ def test_a_reward_of_another_layout_is_refused(name):
         bad = good._replace(parts={"right": torch.zeros(G, P)})
     else:
         bad = good._replace(**{name: getattr(good, name).T})
-    with pytest.raises(ValueError, match=rf"got reward {name} \(3, 2\), wanted problems by samples, \(2, 3\)"):
+    with pytest.raises(ValueError, match=rf"got reward {name} \(3, 2\), expected problems by samples, \(2, 3\)"):
         unchecked(bad, P, G)

@@ -115,5 +115,5 @@ def test_the_samplers_meet_as_often_as_is_said(draw, meet, seed):
     u = prng.uniform(prng.key(seed, device="cpu"), count, low=0.0, high=1.0, dtype=torch.float64)
     tokens = [draw(x[0, 0].expand(count, -1), u)[0] for x in (w.theta, w.old)]
     share = torch.bincount(tokens[0][tokens[0] == tokens[1]], minlength=tiny.V) / count
-    wanted = meet(*(x[0, 0].softmax(-1) for x in (w.theta, w.old)))
-    assert float((share - wanted).abs().max()) < math.sqrt(math.log(2 * tiny.V * 1e9) / (2 * count))
+    expected = meet(*(x[0, 0].softmax(-1) for x in (w.theta, w.old)))
+    assert float((share - expected).abs().max()) < math.sqrt(math.log(2 * tiny.V * 1e9) / (2 * count))

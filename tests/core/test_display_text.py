@@ -23,7 +23,7 @@ BIDI = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 
 def test_the_error_of_a_command_is_shown_so(capsys) -> None:
     def fail() -> int:
-        raise ValueError("got \x1b[31m\u202e, wanted text")
+        raise ValueError("got \x1b[31m\u202e, expected text")
 
     assert command_line.exit_code(fail, interrupted="") == command_line.EXIT_BAD_INPUT
-    assert capsys.readouterr().err == "error: got \\x1b[31m\\u202e, wanted text\n"
+    assert capsys.readouterr().err == "error: got \\x1b[31m\\u202e, expected text\n"

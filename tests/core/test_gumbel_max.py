@@ -38,23 +38,23 @@ def test_the_share_of_all_noise_that_a_token_wins_is_its_probability(logits, mon
     share = torch.bincount(token, minlength=3) / len(noise)
     # What the middle of a slice stands for is off by at most a slice on either side, in each of two comparisons; two
     # equal tokens tie in one slice of each, which the first of them has.
-    wanted = torch.tensor(law(torch.tensor(logits)))
-    torch.testing.assert_close(share, wanted, rtol=0, atol=2 / slices)
+    expected = torch.tensor(law(torch.tensor(logits)))
+    torch.testing.assert_close(share, expected, rtol=0, atol=2 / slices)
 
 
 def test_exponential_draws_are_minus_log_of_a_uniform_draw_of_32_bits():
     bits = [prng._bits32(KEY, (4096,)), torch.tensor([0, 1, 2**31, 2**32 - 1])]
     for those in bits:
-        wanted = -torch.log1p(-(those.double() + 0.5) * 2.0**-32)
+        expected = -torch.log1p(-(those.double() + 0.5) * 2.0**-32)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prng, "_bits32", lambda key, shape, those=those: those)
             got = prng.exponential(KEY, len(those))
         assert got.dtype == torch.float32
-        wanted = wanted.clamp(max=24 * math.log(2))
-        coarse = 2**-24 * wanted.exp()  # u has 24 bits, and 1 - u is exp(-e)
-        assert ((got - wanted).abs() <= coarse + 2**-22 * wanted).all()
+        expected = expected.clamp(max=24 * math.log(2))
+        coarse = 2**-24 * expected.exp()  # u has 24 bits, and 1 - u is exp(-e)
+        assert ((got - expected).abs() <= coarse + 2**-22 * expected).all()
         small = those < 2**24
-        torch.testing.assert_close(got[small].double(), wanted[small], rtol=2**-22, atol=0)
+        torch.testing.assert_close(got[small].double(), expected[small], rtol=2**-22, atol=0)
 
 
 def test_exponential_draws_extend_and_have_their_distribution():
@@ -84,8 +84,8 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn_together_as_often_as_they_s
     count = 2**9
     token, _ = sampling.gumbel_max(logits.expand(count, -1), uniform(count), temperature=1.0)
     rare = float((token > 0).float().mean())
-    wanted = 2**13 / (2**13 + math.exp(9.0))
-    assert abs(rare - wanted) < math.sqrt(math.log(2 / UNLIKELY) / (2 * count))
+    expected = 2**13 / (2**13 + math.exp(9.0))
+    assert abs(rare - expected) < math.sqrt(math.log(2 / UNLIKELY) / (2 * count))
     assert len(set(token.tolist())) > count // 3  # and not always the same ones
 
 
@@ -108,9 +108,9 @@ CUT = (sampling.gumbel_max_nucleus, sampling.nucleus)
 def test_with_nothing_cut_it_is_the_plain_one(table, temperature, top_k):
     logits, u = table
     got = sampling.gumbel_max_nucleus(logits, u, temperature=temperature, top_k=top_k, top_p=1.0)
-    wanted = sampling.gumbel_max(logits, u, temperature=temperature)
-    assert torch.equal(got[0], wanted[0])
-    assert torch.equal(got[1], wanted[1])
+    expected = sampling.gumbel_max(logits, u, temperature=temperature)
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
 
 
 @given(tables(rows=1), st.integers(0, 2**53 - 1), st.data())
@@ -135,5 +135,5 @@ def test_the_53_bits_of_u_all_count():
 @pytest.mark.parametrize("name", ["gumbel_max", "gumbel_max_nucleus", "categorical", "nucleus", "greedy"])
 def test_samplers_that_need_more_bits_are_given_them(name):
     function = getattr(sampling, name)
-    wanted = torch.float64 if name.startswith("gumbel") else torch.float32
-    assert sampling.uniform_dtype(function) == sampling.uniform_dtype(partial(function, temperature=1.0)) == wanted
+    expected = torch.float64 if name.startswith("gumbel") else torch.float32
+    assert sampling.uniform_dtype(function) == sampling.uniform_dtype(partial(function, temperature=1.0)) == expected

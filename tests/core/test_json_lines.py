@@ -18,7 +18,7 @@ def test_rows_come_back_with_their_lines_whatever_is_between(tmp_path_factory, r
     text = "\ufeff" + "".join(json.dumps(row, ensure_ascii=ascii_only) + "\r\n \n" for row in rows)
     data = text.encode("utf-8")
     path.write_bytes(gzip.compress(data) if packed else data)
-    found = list(json_rows(path, wanted="an object"))
+    found = list(json_rows(path, expected="an object"))
     assert [row.value for row in found] == rows
     assert [row.where for row in found] == [f"{path}:{2 * i + 1}" for i in range(len(rows))]
 
@@ -26,17 +26,17 @@ def test_rows_come_back_with_their_lines_whatever_is_between(tmp_path_factory, r
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{oops", r"x:1: got '\{oops', wanted a JSON object in UTF-8: Expecting"),
-        (b"\xff", r"x:1: got b'\\xff', wanted a JSON object in UTF-8: 'utf-8' codec"),
-        ("[" * 10**5, r"x:1: got '\[+', wanted a JSON object in UTF-8: "),
-        ("[1]", "x:1: got a JSON list, wanted an object with a name"),
-        ('{"a": {"b": 1, "c": 2, "b": 3}}', "x:1: got .*, wanted a JSON object in UTF-8: it has the key 'b' twice"),
-        ("null", "x:1: got a JSON NoneType, wanted an object with a name"),
+        ("{oops", r"x:1: got '\{oops', expected a JSON object in UTF-8: Expecting"),
+        (b"\xff", r"x:1: got b'\\xff', expected a JSON object in UTF-8: 'utf-8' codec"),
+        ("[" * 10**5, r"x:1: got '\[+', expected a JSON object in UTF-8: "),
+        ("[1]", "x:1: got a JSON list, expected an object with a name"),
+        ('{"a": {"b": 1, "c": 2, "b": 3}}', "x:1: got .*, expected a JSON object in UTF-8: it has the key 'b' twice"),
+        ("null", "x:1: got a JSON NoneType, expected an object with a name"),
     ],
 )
 def test_what_is_no_object_is_refused(line: str | bytes, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        json_object("x:1", line, wanted="an object with a name")
+        json_object("x:1", line, expected="an object with a name")
 
 
 @given(st.integers(0, 4), st.data())
@@ -52,8 +52,12 @@ def test_only_a_torn_end_may_be_left_out(tmp_path_factory, count, data) -> None:
     assert [line.line.decode() for line in step_lines(path, torn_end=True)] == whole
     assert metrics_by_step(path.parent, torn_end=True) == {step: {"a": None} for step in range(count)}
     if torn and not torn.endswith("}"):
-        with pytest.raises(ValueError, match=rf"metrics\.jsonl:{count + 1}: got .*, wanted a JSON object with a step"):
+        with pytest.raises(
+            ValueError, match=rf"metrics\.jsonl:{count + 1}: got .*, expected a JSON object with a step"
+        ):
             step_lines(path, torn_end=False)
         path.write_text("".join(whole) + torn.rstrip("\n") + '\n{"step": 9}\n')
-        with pytest.raises(ValueError, match=rf"metrics\.jsonl:{count + 1}: got .*, wanted a JSON object with a step"):
+        with pytest.raises(
+            ValueError, match=rf"metrics\.jsonl:{count + 1}: got .*, expected a JSON object with a step"
+        ):
             step_lines(path, torn_end=True)

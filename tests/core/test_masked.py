@@ -53,8 +53,8 @@ def test_is_the_statistic_of_the_unmasked_values(name, table, dim):
     x, mask = table
     compute, empty = ORACLE[name]
     rows = [(a[m].tolist()) for a, m in zip(x.movedim(dim, -1), mask.movedim(dim, -1), strict=True)]
-    wanted = torch.tensor([compute(row) if row else empty for row in rows], dtype=torch.float64)
-    torch.testing.assert_close(STATISTICS[name](x, mask, dim=dim), wanted, rtol=1e-9, atol=1e-9)
+    expected = torch.tensor([compute(row) if row else empty for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(STATISTICS[name](x, mask, dim=dim), expected, rtol=1e-9, atol=1e-9)
 
 
 @every_statistic

@@ -70,5 +70,5 @@ def test_padding_does_not_move_a_row(case):
     wide = Rollout(
         *(torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in rollout[:3]), rollout.truncated, rollout.text
     )
-    for got, wanted in zip(change_prompts(wide, prompts)[:3], change_prompts(rollout, prompts)[:3], strict=True):
-        assert torch.equal(got, wanted)
+    for got, expected in zip(change_prompts(wide, prompts)[:3], change_prompts(rollout, prompts)[:3], strict=True):
+        assert torch.equal(got, expected)

@@ -136,7 +136,7 @@ def test_one_long_group_is_shared_by_all_devices():
 def test_less_than_one_device_is_refused(devices):
     mask = torch.ones(1, 2, dtype=torch.bool)
     batch = Batch(mask.long(), mask, *(mask.double() for _ in range(5)), mask, mask.long())
-    with pytest.raises(ValueError, match=f"got {devices}, wanted at least 1"):
+    with pytest.raises(ValueError, match=f"got {devices}, expected at least 1"):
         packed_split(batch, 10, devices)
 
 

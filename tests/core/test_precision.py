@@ -88,8 +88,8 @@ def test_a_loss_and_its_gradient_are_off_by_four_roundings_of_their_size(f, data
     logp, row = data
     exact = Batch(*map(doubled, row))
     neighbours = [value_and_slope(f, logp.double() + shift, exact) for shift in (-APART, 0.0, APART)]
-    for got, wanted in zip(value_and_slope(f, logp, row), zip(*neighbours, strict=True), strict=True):
-        between(got, list(wanted), 4 * U * size(logp, row))
+    for got, expected in zip(value_and_slope(f, logp, row), zip(*neighbours, strict=True), strict=True):
+        between(got, list(expected), 4 * U * size(logp, row))
 
 
 @each(WEIGHTS)

@@ -67,8 +67,8 @@ def test_uniform_reads_consecutive_blocks(seed, offset, n):
     wide = [v for x, y, z, w in blocks for v in (x << 32 | y, z << 32 | w)]
     for dtype, d in SIGNIFICAND.items():
         bits = wide if dtype == torch.float64 else narrow
-        wanted = [v % 2**d / 2**d for v in bits][:n]
-        assert unit(make_key(seed, offset), n, dtype=dtype).tolist() == wanted
+        expected = [v % 2**d / 2**d for v in bits][:n]
+        assert unit(make_key(seed, offset), n, dtype=dtype).tolist() == expected
 
 
 @given(word64, word64, counts, st.integers(-(2**62), 2**62), st.integers(1, 2**62))
@@ -89,10 +89,10 @@ def test_split_is_fold_in(seed, num):
 
 @given(word64, st.lists(word64, max_size=4))
 def test_several_data_fold_in_from_left_to_right(seed, data):
-    wanted = make_key(seed)
+    expected = make_key(seed)
     for datum in data:
-        wanted = prng.fold_in(wanted, datum)
-    assert torch.equal(prng.fold_in(make_key(seed), *data), wanted)
+        expected = prng.fold_in(expected, datum)
+    assert torch.equal(prng.fold_in(make_key(seed), *data), expected)
 
 
 @given(word64, st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=6), st.integers(0, 9))
@@ -212,8 +212,8 @@ def test_key_rejects_a_seed_that_does_not_fit(seed):
         lambda key: prng.permutation(key, -1),
     ],
 )
-def test_bad_knobs_say_what_was_got_and_wanted(call):
-    with pytest.raises(ValueError, match=r"got .*, wanted"):
+def test_bad_knobs_say_what_was_got_and_expected(call):
+    with pytest.raises(ValueError, match=r"got .*, expected"):
         call(make_key(0))
 
 

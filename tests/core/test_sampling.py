@@ -69,8 +69,8 @@ def check_inverts(draw, logits, p):
     middle = torch.tensor([math.fsum(p[:i]) + p[i] / 2 for i in likely], dtype=torch.float32)
     token, logp = draw(logits.expand(len(likely), -1), middle)
     assert token.tolist() == likely
-    wanted = torch.tensor([math.log(p[i]) for i in likely])
-    torch.testing.assert_close(logp, wanted, rtol=1e-5, atol=1e-5)
+    expected = torch.tensor([math.log(p[i]) for i in likely])
+    torch.testing.assert_close(logp, expected, rtol=1e-5, atol=1e-5)
 
 
 @given(tables(rows=1), temperatures)
@@ -116,8 +116,8 @@ def test_greedy_is_the_first_mode_with_the_plain_logp(table):
     logits, u = table
     token, logp = sampling.greedy(logits, u)
     assert token.tolist() == [row.index(max(row)) for row in logits.tolist()]
-    wanted = [math.log(max(law(row))) for row in logits]
-    torch.testing.assert_close(logp, torch.tensor(wanted), rtol=1e-5, atol=1e-6)
+    expected = [math.log(max(law(row))) for row in logits]
+    torch.testing.assert_close(logp, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 @every_sampler
@@ -207,56 +207,56 @@ def test_vmap_and_extra_axes_equal_the_batched_call(name, table):
 def test_logits_of_any_precision_are_worked_on_in_float32(name, dtype, table):
     logits, u = table
     token, logp = SAMPLERS[name](logits.to(dtype), u)
-    wanted = SAMPLERS[name](logits.to(dtype).float(), u)
+    expected = SAMPLERS[name](logits.to(dtype).float(), u)
     assert token.dtype == torch.int64
     assert logp.dtype == torch.float32
-    assert torch.equal(token, wanted[0])
-    assert torch.equal(logp, wanted[1])
+    assert torch.equal(token, expected[0])
+    assert torch.equal(logp, expected[1])
 
 
 @given(tables(), st.sampled_from([0.125, 0.5, 2.0, 4.0]))
 def test_temperature_scales_the_logits(table, temperature):
     logits, u = table
     got = sampling.categorical(logits, u, temperature=temperature)
-    wanted = sampling.categorical(logits / temperature, u, temperature=1.0)
-    assert torch.equal(got[0], wanted[0])
-    assert torch.equal(got[1], wanted[1])
+    expected = sampling.categorical(logits / temperature, u, temperature=1.0)
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
 
 
 @given(tables(), temperatures, st.sampled_from([0, 10, 11]))
 def test_nucleus_with_nothing_cut_is_categorical(table, temperature, top_k):
     logits, u = table
     got = sampling.nucleus(logits, u, temperature=temperature, top_k=top_k, top_p=1.0)
-    wanted = sampling.categorical(logits, u, temperature=temperature)
-    assert torch.equal(got[0], wanted[0])
-    assert torch.equal(got[1], wanted[1])
+    expected = sampling.categorical(logits, u, temperature=temperature)
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
 
 
 @given(tables(), temperatures)
 def test_a_nucleus_of_one_is_greedy_and_certain(table, temperature):
     logits, u = table
     logits = logits + torch.arange(logits.shape[-1]) / 64  # no two alike
-    wanted, _ = sampling.greedy(logits, u)
+    expected, _ = sampling.greedy(logits, u)
     for top_k, top_p in ((1, 1.0), (0, 1e-6)):
         token, logp = sampling.nucleus(logits, u, temperature=temperature, top_k=top_k, top_p=top_p)
-        assert torch.equal(token, wanted)
+        assert torch.equal(token, expected)
         assert (logp == 0).all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])
 def test_a_temperature_without_a_distribution_is_refused_and_greedy_named(temperature):
     row = (torch.zeros(3), torch.tensor(0.5))
-    with pytest.raises(ValueError, match=r"temperature: got .*, wanted .*greedy"):
+    with pytest.raises(ValueError, match=r"temperature: got .*, expected .*greedy"):
         sampling.categorical(*row, temperature=temperature)
-    with pytest.raises(ValueError, match=r"temperature: got .*, wanted .*greedy"):
+    with pytest.raises(ValueError, match=r"temperature: got .*, expected .*greedy"):
         sampling.gumbel_max(*row, temperature=temperature)
     for cut in (sampling.nucleus, sampling.gumbel_max_nucleus):
-        with pytest.raises(ValueError, match=r"temperature: got .*, wanted .*greedy"):
+        with pytest.raises(ValueError, match=r"temperature: got .*, expected .*greedy"):
             cut(*row, temperature=temperature, top_k=0, top_p=1.0)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(-1, 1.0), (0, 0.0), (0, -0.1), (0, 1.5), (0, math.nan)])
 def test_cuts_outside_their_range_are_refused(top_k, top_p):
     for cut in (sampling.nucleus, sampling.gumbel_max_nucleus):
-        with pytest.raises(ValueError, match=r"top_[kp]: got .*, wanted"):
+        with pytest.raises(ValueError, match=r"top_[kp]: got .*, expected"):
             cut(torch.zeros(3), torch.tensor(0.5), temperature=1.0, top_k=top_k, top_p=top_p)

@@ -44,7 +44,7 @@ def library() -> Path:
                 subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
             except (OSError, subprocess.CalledProcessError) as error:
                 said = getattr(error, "stderr", None) or error
-                pytest.skip(f"got no library from {command[0]}, wanted a compiler of C++20: {str(said)[-2000:]}")
+                pytest.skip(f"got no library from {command[0]}, expected a compiler of C++20: {str(said)[-2000:]}")
             unfinished.rename(built)
     return built
 

@@ -367,8 +367,8 @@ void resize_storage(const Tensor& x, int64_t size) {
 
 const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef sizes, std::optional<at::MemoryFormat>) {
   auto size = C10_AS_INTARRAYREF_SLOW(sizes);
-  auto wanted = (self.storage_offset() + c10::multiply_integers(size)) * self.element_size();
-  if (wanted > self.storage().nbytes()) resize_storage(self, wanted);
+  auto expected = (self.storage_offset() + c10::multiply_integers(size)) * self.element_size();
+  if (expected > self.storage().nbytes()) resize_storage(self, expected);
   self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
   return self;
 }

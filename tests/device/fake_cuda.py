@@ -20,7 +20,7 @@ from typing import Any
 
 LIBRARY = "FAKE_CUDA_LIBRARY"  # the environment variable with the path of the C++ part
 if "torch" in sys.modules:
-    raise ImportError("got torch imported before fake_cuda, wanted it after: it asks once which devices there are")
+    raise ImportError("got torch imported before fake_cuda, expected it after: it asks once which devices there are")
 ctypes.CDLL(os.environ[LIBRARY], mode=ctypes.RTLD_GLOBAL)
 sys.path.insert(0, str(Path(os.environ[LIBRARY]).parent))
 

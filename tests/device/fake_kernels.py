@@ -150,7 +150,7 @@ def split_kv_attention(
 ) -> Tensor:
     """Row by row, over what it sees and nothing else. A slot without a row sees its own columns alone."""
     if not row.dtype == lane.dtype == start.dtype == length.dtype == torch.int64:
-        raise RuntimeError(f"got {row.dtype}, {lane.dtype}, {start.dtype} and {length.dtype}, wanted 64-bit integers")
+        raise RuntimeError(f"got {row.dtype}, {lane.dtype}, {start.dtype} and {length.dtype}, expected 64-bit integers")
     if any(x.stride(-1) != 1 for x in (prompt_key, prompt_value, key, value)):
         raise RuntimeError("Keys and values must have contiguous last dimension")
     out = value.new_empty(*query.shape[:2], value.shape[3])

@@ -56,9 +56,9 @@ def decoding(setting: Setting) -> None:
         warnings.simplefilter("error", RuntimeWarning)  # by which the sampler says that it does without
         found = drawn(setting, model_folder(setting), torch.float32, ASKED)
     for name in ("same", "again", "without", "fewer"):
-        require(getattr(found, name) == 1.0, f"{name}: got {getattr(found, name):.3f} of the tokens, wanted all")
+        require(getattr(found, name) == 1.0, f"{name}: got {getattr(found, name):.3f} of the tokens, expected all")
     require(found.most < 1e-4, f"log-probs: got {found.most:.2g} nats from the uncached")
-    require(found.graphs > 2, f"graphs: got {found.graphs}, wanted several shapes")
+    require(found.graphs > 2, f"graphs: got {found.graphs}, expected several shapes")
 
 
 def decoding_in_products(setting: Setting) -> None:
@@ -92,8 +92,8 @@ def moved_weights(setting: Setting) -> None:
         p.data = p.data * 2.0
     for p in fresh.model.parameters():
         p.data.mul_(2.0)
-    again, wanted = (sample(one, work=ASKED) for one in (sampler, fresh))
-    require(len(kept) > 0 and torch.equal(again.tokens, wanted.tokens), "got rows of the weights as they were")
+    again, expected = (sample(one, work=ASKED) for one in (sampler, fresh))
+    require(len(kept) > 0 and torch.equal(again.tokens, expected.tokens), "got rows of the weights as they were")
 
 
 def waits_of_a_step(setting: Setting) -> None:
@@ -115,7 +115,7 @@ def waits_of_a_step(setting: Setting) -> None:
     with patch.object(device_speed, "Phases", Waits):
         device_speed.taken(bench, Work(prompts=4, size=4, prompt=6, new=20), "cuda", steps=1)
     over = waits - WAITS
-    require(bool(waits) and not over, f"waits: got {waits}, wanted at most {WAITS}")
+    require(bool(waits) and not over, f"waits: got {waits}, expected at most {WAITS}")
 
 
 # -- mistakes

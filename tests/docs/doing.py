@@ -50,8 +50,10 @@ class Place(NamedTuple):
 
 
 def well(done: Done, what: str, codes: Sequence[int] = (0,)) -> Done:
-    """The same, when it ended as wanted; else AssertionError with what it said."""
-    assert done.code in codes, f"{what}\nended with {done.code}, wanted {codes}\n{done.err[-3000:]}\n{done.out[-1000:]}"
+    """The same, when it ended as expected; else AssertionError with what it said."""
+    assert done.code in codes, (
+        f"{what}\nended with {done.code}, expected {codes}\n{done.err[-3000:]}\n{done.out[-1000:]}"
+    )
     return done
 
 

@@ -36,15 +36,15 @@ def pip(argv: Sequence[str], place: Place, site: Site) -> None:
 
 def required(word: str) -> None:
     """This project with extras it has, or one of its dependencies within its range."""
-    wanted = Requirement(word.replace(".", PROJECT["name"], 1) if word.startswith(".") else word)
-    if wanted.name in PLUGINS:
+    expected = Requirement(word.replace(".", PROJECT["name"], 1) if word.startswith(".") else word)
+    if expected.name in PLUGINS:
         return
-    if wanted.name == PROJECT["name"]:
-        assert wanted.extras <= EXTRAS.keys(), f"got {word}, wanted extras of {[*EXTRAS]}"
+    if expected.name == PROJECT["name"]:
+        assert expected.extras <= EXTRAS.keys(), f"got {word}, expected extras of {[*EXTRAS]}"
     else:
-        (allowed,) = (each for each in map(Requirement, PROJECT["dependencies"]) if each.name == wanted.name)
-        (version,) = {spec.version.removesuffix(".*") for spec in wanted.specifier}
-        assert allowed.specifier.contains(f"{version}.0"), f"got {word}, wanted {allowed}"
+        (allowed,) = (each for each in map(Requirement, PROJECT["dependencies"]) if each.name == expected.name)
+        (version,) = {spec.version.removesuffix(".*") for spec in expected.specifier}
+        assert allowed.specifier.contains(f"{version}.0"), f"got {word}, expected {allowed}"
 
 
 def named(argv: Sequence[str], place: Place, site: Site) -> None:

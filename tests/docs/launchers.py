@@ -59,6 +59,6 @@ def checks(path: Path, given: Sequence[str], place: Place) -> None:
 def submitted(argv: Sequence[str], place: Place, env: Mapping[str, str]) -> list[str]:
     """As `agent_arguments`, of a script that is run as Slurm would, by stand-ins for Slurm's commands."""
     script = next(word for word in argv[1:] if not word.startswith("-"))
-    assert (ROOT / script).is_file(), f"got {script}, wanted a script that there is"
+    assert (ROOT / script).is_file(), f"got {script}, expected a script that there is"
     left_out = ["--gin_file", "run/arithmetic.gin"] if argv[-1] == script else []
     return agent_arguments([str(place.things.bin / "sbatch"), *argv[1:], *left_out], place, env)

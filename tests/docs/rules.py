@@ -123,7 +123,7 @@ def small_eval(argv: list[str], place: Place) -> list[str]:
 def script(argv: Sequence[str], place: Place, site: Site) -> None:
     """A tool, made small; its flags alone, where its work is not for here."""
     name, *given = argv
-    assert (place.folder / name).exists(), f"got {name}, wanted a file that there is"
+    assert (place.folder / name).exists(), f"got {name}, expected a file that there is"
     given = desk.filled(given, place.things)
     if name == "tools/launch/agent.py":
         python(["python", *ranks(given)], place, site)
@@ -148,7 +148,7 @@ def without_a_browser(argv: Sequence[str], place: Place, site: Site) -> None:
     """tests/browser looks at pages in Chromium; here it has none, which it says when its flags have been read."""
     bare = site._replace(env={**site.env, "PATH": str(place.notes)})
     done = well(forked(doing.start, argv, things=place.things, site=bare), " ".join(argv), (1, 2))
-    assert "got no browser, wanted" in done.err, done.err
+    assert "got no browser, expected" in done.err, done.err
 
 
 # -- other programs of ours

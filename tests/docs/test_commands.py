@@ -45,20 +45,20 @@ def done(things: Things, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
             return error
         return None
 
-    def do(wanted: Command) -> None:
-        if wanted.page not in places:
-            folder, text = tmp_path_factory.mktemp("page"), (ROOT / wanted.page).read_text()
+    def do(expected: Command) -> None:
+        if expected.page not in places:
+            folder, text = tmp_path_factory.mktemp("page"), (ROOT / expected.page).read_text()
             (folder / "notes").mkdir()
-            places[wanted.page] = rules.Place(desk.desk(things, folder / "desk", text), things, folder / "notes")
+            places[expected.page] = rules.Place(desk.desk(things, folder / "desk", text), things, folder / "notes")
             for name, source in modules(text).items():
                 (folder / "desk" / name).write_text(source)
-        for each in commands(ROOT / wanted.page):
+        for each in commands(ROOT / expected.page):
             key = each.page, each.text
-            if key not in outcomes and (each == wanted or leaves_something(each)):
+            if key not in outcomes and (each == expected or leaves_something(each)):
                 outcomes[key] = attempt(each)
-            if each == wanted:
+            if each == expected:
                 break
-        if (error := outcomes[wanted.page, wanted.text]) is not None:
+        if (error := outcomes[expected.page, expected.text]) is not None:
             raise error
 
     return do
@@ -160,13 +160,13 @@ def test_a_command_is_found_wherever_it_stands(
     ("said", "complaint"),
     [
         ("trainer --go", "no rule for trainer"),
-        ("python tools/no_such.py", "wanted a file that there is"),
+        ("python tools/no_such.py", "expected a file that there is"),
         ("python -m no_such", "no rule for python -m no_such"),
         ("python -m grpo_fn.run --gin_flie run/arithmetic.gin", "ended with 2"),
         ("python -m grpo_fn.run --gin_file run/no_such.gin", "ended with 2"),
         ("python -m grpo_fn.lab.sweep --out x --girds SEED=0", "ended with 2"),
-        ("pip install -e '.[no_such]'", "wanted extras of"),
-        ("pip install 'torch==1.0.*'", "wanted torch"),
+        ("pip install -e '.[no_such]'", "expected extras of"),
+        ("pip install 'torch==1.0.*'", "expected torch"),
         ("kubectl apply -f tools/launch/no_such.yaml", "no_such"),
         ("python tools/bench --no_such", "ended with 2"),
     ],

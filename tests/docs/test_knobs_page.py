@@ -143,7 +143,7 @@ def test_a_run_refuses_no_knob_of_the_page_as_one_that_the_program_passes(tmp_pa
         laid.write_text("\n".join(lines))
         try:
             root_of(*paths, laid)
-        except ValueError as error:  # None is of no type that is wanted
+        except ValueError as error:  # None is of no type that is expected
             refused += [line for line in str(error).splitlines() if "program passes" in line or "is data" in line]
     assert not refused
     assert len(reached) > 150

@@ -131,6 +131,6 @@ def test_the_lock_leaves_out_what_pip_must_not_change_there() -> None:
 
 def test_the_torch_that_is_installed_by_make_was_tested() -> None:
     (torch,) = (row for row in PACKAGES if row.name == "torch")
-    wanted = re.search(r"^TORCH \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    expected = re.search(r"^TORCH \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     newest = max(torch.tested, key=Version)
-    assert Requirement(wanted[1]).specifier.contains(newest)
+    assert Requirement(expected[1]).specifier.contains(newest)

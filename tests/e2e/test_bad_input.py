@@ -1,4 +1,4 @@
-"""Bad input ends with one message that says what was got and what was wanted, before anything is made or begun."""
+"""Bad input ends with one message that says what was got and what was expected, before anything is made or begun."""
 
 import json
 import re
@@ -65,11 +65,13 @@ def gsm8k(model: Path | str, data: Path, run_dir: Path, **changes: object) -> li
     return ["--gin_file", "run/gsm8k.gin", *params, "--run_dir", str(run_dir)]
 
 
-def refused(argv: list[str], folder: Path, *said: str, doom: Callable[[], None] | None = None, wanted: int = 2) -> None:
-    """The command ends with 2, or the code that is `wanted`, and one message holding all of `said`; no run folder."""
+def refused(
+    argv: list[str], folder: Path, *said: str, doom: Callable[[], None] | None = None, expected: int = 2
+) -> None:
+    """The command ends with 2, or the code that is `expected`, and one message holding all of `said`; no run folder."""
     code = finish(argv, folder / "out", doom)
     out = re.sub(r"\A(reading .*\n| *\d+\.\d s  .*\n)*", "", (folder / "out").read_text())  # what was begun before
-    assert code == wanted, out
+    assert code == expected, out
     assert out.startswith("error: "), out
     assert "Traceback" not in out
     for text in said:
@@ -90,10 +92,10 @@ def write(name: str, text: str) -> Callable[[Path], None]:
 
 
 BAD_DATA = {  # every fault of a file: tests/tasks
-    "no folder": (shutil.rmtree, ["data: got", "which is no folder", "wanted one with train.jsonl"]),
+    "no folder": (shutil.rmtree, ["data: got", "which is no folder", "expected one with train.jsonl"]),
     "answer without the mark": (
         write("test.jsonl", json.dumps({"question": "?", "answer": "42"})),
-        ["test.jsonl:1: got answer '42'", "wanted it to end in '#### n'"],
+        ["test.jsonl:1: got answer '42'", "expected it to end in '#### n'"],
     ),
 }
 
@@ -116,10 +118,10 @@ def without_tokenizer(folder: Path) -> None:
 
 
 BAD_MODELS = {  # every fault of a folder: tests/shell/model/test_hf.py
-    "no folder": (shutil.rmtree, ["got model", "which does not exist", "wanted a Hugging Face model folder"]),
+    "no folder": (shutil.rmtree, ["got model", "which does not exist", "expected a Hugging Face model folder"]),
     "no weights": (remove("model.safetensors"), ["without weights"]),
-    "no tokenizer": (without_tokenizer, ["tokenizer", "wanted"]),
-    "no EOS": (without_eos, ["got a tokenizer without an EOS token", "wanted one"]),
+    "no tokenizer": (without_tokenizer, ["tokenizer", "expected"]),
+    "no EOS": (without_eos, ["got a tokenizer without an EOS token", "expected one"]),
 }
 
 
@@ -134,7 +136,7 @@ def test_a_prompt_too_long_for_the_model_is_found_wherever_it_is(model: Path, da
     write_rows(data / "train.jsonl", [*ROWS, {"question": "So? " * 99, "answer": "#### 1"}])
     argv = gsm8k(model, data, tmp_path / "run", STEPS=9)
     refused(
-        argv, tmp_path, "got 1 of 5 training ones over the 252 tokens", "wanted none", "has at least 467", "So? So?"
+        argv, tmp_path, "got 1 of 5 training ones over the 252 tokens", "expected none", "has at least 467", "So? So?"
     )
 
 
@@ -145,12 +147,12 @@ BAD_NUMBERS = {
     ),
     "group of one": (
         {"step__Algorithm__group_size": 1, "credit__outcome__advantage": "@advantage.mean_centered"},
-        ["group_size: got 1", "wanted 2 or more"],
+        ["group_size: got 1", "expected 2 or more"],
     ),
-    "no steps": ({"STEPS": 0}, ["steps: got 0", "wanted at least 1"]),
-    "a word for a number": ({"STEPS": "many"}, ["'many'", "wanted int"]),
+    "no steps": ({"STEPS": 0}, ["steps: got 0", "expected at least 1"]),
+    "a word for a number": ({"STEPS": "many"}, ["'many'", "expected int"]),
     "dtype": ({"sections__Compute__dtype": '"float8"'}, ["got dtype 'float8'", "bfloat16"]),
-    "test set larger than the task": ({"TEST_SIZE": 10**9}, ["test_size: got 1000000000", "wanted 1 to"]),
+    "test set larger than the task": ({"TEST_SIZE": 10**9}, ["test_size: got 1000000000", "expected 1 to"]),
 }
 
 
@@ -178,12 +180,12 @@ def test_a_missing_gin_file_names_the_nearest(tmp_path: Path) -> None:
 
 def test_a_device_that_is_not_there(cache: Path, tmp_path: Path) -> None:
     argv = command(cache, tmp_path / "run", sections__Compute__device="'cuda:99'")
-    refused(argv, tmp_path, "got device 'cuda:99'", "wanted one that")
+    refused(argv, tmp_path, "got device 'cuda:99'", "expected one that")
 
 
 def test_no_space_left(cache: Path, tmp_path: Path) -> None:
-    said = ("no space left: got 10 bytes", "wanted")
-    refused(command(cache, tmp_path / "run"), tmp_path, *said, doom=FullDisk(), wanted=74)  # the agent tries it again
+    said = ("no space left: got 10 bytes", "expected")
+    refused(command(cache, tmp_path / "run"), tmp_path, *said, doom=FullDisk(), expected=74)  # the agent tries it again
 
 
 REFUSED = """
@@ -214,7 +216,7 @@ def test_an_engine_that_is_refused_is_one_line_without_a_traceback(cache: Path, 
 def test_a_run_folder_of_something_else_is_left_alone(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("all of it")
-    refused(command(cache, tmp_path / "mine"), tmp_path, "thesis.tex", "wanted an empty one")
+    refused(command(cache, tmp_path / "mine"), tmp_path, "thesis.tex", "expected an empty one")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 
@@ -225,4 +227,4 @@ def test_a_run_folder_that_cannot_be_made(cache: Path, tmp_path: Path) -> None:
 
 def test_a_hub_name_that_cannot_be_reached(data: Path, tmp_path: Path) -> None:
     argv = gsm8k("no-such-user/no-such-model", data, tmp_path / "run")
-    refused(argv, tmp_path, "got model 'no-such-user/no-such-model'", "wanted", doom=NoNetwork())
+    refused(argv, tmp_path, "got model 'no-such-user/no-such-model'", "expected", doom=NoNetwork())

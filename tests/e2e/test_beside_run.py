@@ -359,7 +359,7 @@ def test_a_hang_meets_the_deadline(cache: Path, tmp_path: Path) -> None:
     argv = arguments(cache, tmp_path / "run", sections__Evaluation__timeout=1.5)
     assert finish(argv, tmp_path / "out", Traced(Never(1))) == 1
     said = (tmp_path / "out").read_text()
-    assert "got no result of the evaluation of step 2 within 1.5 s, wanted one by then" in said
+    assert "got no result of the evaluation of step 2 within 1.5 s, expected one by then" in said
     assert "in the evaluation of step 2, beside the training" in said
 
 

@@ -62,7 +62,7 @@ def test_problems_leave_the_pool_and_others_come_and_metrics_say_so(pool: Path) 
     assert [row["curriculum/admitted"] for row in rows] == [
         row["curriculum/retired"] + row["curriculum/set_aside"] for row in rows
     ]
-    assert any(row["generation/carried_over_groups"] for row in rows), "no group waited: wanted the harder case"
+    assert any(row["generation/carried_over_groups"] for row in rows), "no group waited: expected the harder case"
     assert all(row["curriculum/share/rows"] == 1.0 and 0 <= row["curriculum/pass_rate/rows"] <= 1 for row in rows)
 
 
@@ -137,7 +137,7 @@ REFUSED = {
             "curricula__part_at_least__part": '"right"',
             "curricula__part_at_least__threshold": 1.0,
         },
-        "part: got 'right', wanted one of named",
+        "part: got 'right', expected one of named",
     ),
     "ahead": ({"sections__Sampling__max_staleness": 1}, "got one with sections.Sampling.max_staleness 1"),
     "band": ({"curricula__pool_in_band__low": 0.9}, "got low 0.9, high 0.8"),
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused_before_a_model_is_made(cache: Path, name: 
 def test_a_curriculum_that_is_not_made_is_refused_before_a_model_is(cache: Path, tmp_path: Path) -> None:
     argv = arguments(cache, tmp_path / "run", train__train__curriculum="@curricula.pool_in_band")
     assert finish(argv, tmp_path / "out") == 2
-    assert "(bound without ()?), wanted None or a Curriculum" in (tmp_path / "out").read_text()
+    assert "(bound without ()?), expected None or a Curriculum" in (tmp_path / "out").read_text()
     assert not (tmp_path / "run").exists()
 
 

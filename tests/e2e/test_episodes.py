@@ -52,8 +52,8 @@ def test_an_opening_that_leaves_no_turn_is_refused_before_a_model_is_loaded(cach
     assert finish(argv, tmp_path / "out") == 2
     said = (tmp_path / "out").read_text()
     assert re.search(
-        r"Episodes.environment: environment_fakes.count_digits: got an opening of \d{3} tokens for problem \d+, wanted "
-        r"at most 119 \(sections.Sampling.max_total_tokens less one for a turn\): '",
+        r"Episodes.environment: environment_fakes.count_digits: got an opening of \d{3} tokens for problem \d+, "
+        r"expected at most 119 \(sections.Sampling.max_total_tokens less one for a turn\): '",
         said,
     ), said
     assert "loading the model" not in said

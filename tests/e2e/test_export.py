@@ -136,10 +136,10 @@ def test_the_adapter_folder_on_its_base_says_what_the_merged_model_says(adapted:
 @pytest.mark.parametrize(
     ("source", "flags", "said"),
     [
-        ("nowhere", [], "wanted a run folder or a checkpoint"),
-        ("model", [], "wanted a run folder or a checkpoint"),
+        ("nowhere", [], "expected a run folder or a checkpoint"),
+        ("model", [], "expected a run folder or a checkpoint"),
         ("checkpoints/step_5", [], "is broken"),
-        ("", ["--adapter"], "wanted a checkpoint of a run with LoRA"),
+        ("", ["--adapter"], "expected a checkpoint of a run with LoRA"),
     ],
 )
 def test_what_cannot_be_exported_is_said_and_nothing_is_written(

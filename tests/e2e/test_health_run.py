@@ -46,6 +46,6 @@ def test_a_warning_is_said_once_and_changes_nothing(whole: Path) -> None:
 def test_a_limit_that_cannot_work_is_bad_input(cache: Path, tmp_path: Path) -> None:
     argv = command(cache, tmp_path / "run", sections__Health__limits={"kl_high": -1.0})
     assert finish(argv, tmp_path / "out") == 2
-    said = "sections.Health.limits: got -1.0 for kl_high, wanted a number above 0"
+    said = "sections.Health.limits: got -1.0 for kl_high, expected a number above 0"
     assert said in (tmp_path / "out").read_text()
     assert not (tmp_path / "run").exists()

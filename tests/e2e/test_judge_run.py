@@ -76,7 +76,7 @@ def check_figures(run: Path, up: JudgeServer) -> None:
 def test_a_judge_that_is_not_there_ends_a_run_before_it_begins(cache: Path, tmp_path: Path) -> None:
     with judge_server(moody, models=("judge-2", "judge-3")) as up:
         assert finish(judged(cache, tmp_path / "run", up.url), tmp_path / "out") == 2
-    assert "got judge.Judge.model 'judge-1', wanted one that" in (tmp_path / "out").read_text()
+    assert "got judge.Judge.model 'judge-1', expected one that" in (tmp_path / "out").read_text()
     assert not (tmp_path / "run").exists()
 
 

@@ -56,9 +56,9 @@ def same_run(ours: Path, theirs: Path) -> None:
         for name, value in row.items():
             close = APART if name.startswith(ROUNDED) else CLOSE
             assert mine[name] == pytest.approx(value, abs=close, rel=close), f"{name} of step {row['step']}"
-    found, wanted = weights(ours), weights(theirs)
-    assert found.keys() == wanted.keys()
-    for name, x in wanted.items():
+    found, expected = weights(ours), weights(theirs)
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=0, atol=CLOSE, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -78,10 +78,10 @@ def test_one_rank_under_torchrun_is_a_run_without_torchrun(cache: Path, whole: P
 
 def difference(ours: Path, theirs: Path) -> float:
     """sum |x - y| / sum |y| over all weights and moments, in percent."""
-    found, wanted = weights(ours), weights(theirs)
-    assert found.keys() == wanted.keys()
-    apart = math.fsum(float((found[name].double() - x.double()).abs().sum()) for name, x in wanted.items())
-    return 100 * apart / math.fsum(float(x.double().abs().sum()) for x in wanted.values())
+    found, expected = weights(ours), weights(theirs)
+    assert found.keys() == expected.keys()
+    apart = math.fsum(float((found[name].double() - x.double()).abs().sum()) for name, x in expected.items())
+    return 100 * apart / math.fsum(float(x.double().abs().sum()) for x in expected.values())
 
 
 @pytest.mark.slow

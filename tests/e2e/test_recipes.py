@@ -262,7 +262,7 @@ def test_a_job_of_another_configuration_is_refused_before_it_is_queued(model: Pa
     assert len((tmp_path / "asked").read_text().splitlines()) == 1
     done = queued([*launch, "--gin_param", "PROMPTS=32"])
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: got run folder {folder} of another configuration, wanted the same one")
+    assert done.stderr.startswith(f"error: got run folder {folder} of another configuration, expected the same one")
     assert len((tmp_path / "asked").read_text().splitlines()) == 1
 
 
@@ -355,7 +355,7 @@ def test_a_signal_is_the_trainings_and_the_server_stays_until_that_has_saved(tmp
     ("server", "more", "said"),
     [
         ("echo no such model; exit 1", {}, ["no such model", "the evaluation server ended as it started"]),
-        ("sleep 600", {"READY_SECONDS": "5"}, ["not ready after 5 s, wanted it sooner"]),
+        ("sleep 600", {"READY_SECONDS": "5"}, ["not ready after 5 s, expected it sooner"]),
     ],
     ids=["it ends", "it is late"],
 )
@@ -394,7 +394,7 @@ def test_every_test_that_the_practice_names_is_there() -> None:
 def test_a_check_that_there_is_not_is_refused() -> None:
     done = run([RECIPES / "cluster_practice" / "check.sh", "colour"], environment())
     assert done.returncode == 2
-    assert "got check 'colour', wanted strategies" in done.stderr
+    assert "got check 'colour', expected strategies" in done.stderr
 
 
 def documented(text: str) -> set[str]:

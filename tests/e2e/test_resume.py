@@ -100,8 +100,8 @@ def test_tensorboard_forgets_what_a_resume_has_undone(cache: Path, tmp_path: Pat
     events = board(run)
     steps = [event.step for event in events.Scalars("reward/mean")]
     assert steps == [1, 2, 3, 4, 5, 6]
-    wanted = {row["step"]: row["reward/mean"] for row in metrics(run)[1:]}
-    assert {e.step: e.value for e in events.Scalars("reward/mean")} == pytest.approx(wanted, rel=1e-6)
+    expected = {row["step"]: row["reward/mean"] for row in metrics(run)[1:]}
+    assert {e.step: e.value for e in events.Scalars("reward/mean")} == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_polite_signal_finishes_the_step_saves_and_says_so(cache: Path, whole: Path, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_checkpoints_that_are_gone_are_missed_until_a_forced_start(
     assert finish(command(cache, run), tmp_path / "out") == 2
     assert [(run / name).read_bytes() for name in ("metrics.jsonl", "digests.jsonl")] == before
     said = (tmp_path / "out").read_text()
-    assert f"got no checkpoint in {run / 'checkpoints'}, wanted one to resume from" in said
+    assert f"got no checkpoint in {run / 'checkpoints'}, expected one to resume from" in said
     assert "metrics.jsonl goes to step 6" in said
     assert finish(command(cache, run, "--force"), tmp_path / "out") == 0
     assert outcome(run) == outcome(whole)
@@ -222,7 +222,7 @@ def test_holes_in_the_record_of_a_run_are_named(cache: Path, whole: Path, tmp_pa
     (run / "digests.jsonl").unlink()
     interrupted(cache, tmp_path, [])
     log = (run / "log.txt").read_text()
-    assert f"{run / 'metrics.jsonl'}: got 0 of step 2, 2 of step 4, wanted one line each" in log
+    assert f"{run / 'metrics.jsonl'}: got 0 of step 2, 2 of step 4, expected one line each" in log
     assert f"{run / 'digests.jsonl'}: got 0 of step 1, 0 of step 2" in log
     assert (run / "metrics.jsonl").read_bytes() == b"".join([*lines[:2], *lines[3:]])
 
@@ -265,12 +265,14 @@ def test_more_steps_alone_go_on_and_end_as_if_they_had_been_asked_for_at_first(c
         for steps in asked:
             argv = command(cache, tmp_path / name, STEPS=steps, **constant)
             assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    rows, wanted = (metrics(tmp_path / name) for name in ("run", "whole"))
-    assert [row["loss/objective"] for row in rows[1:]] == [row["loss/objective"] for row in wanted[1:]]
+    rows, expected = (metrics(tmp_path / name) for name in ("run", "whole"))
+    assert [row["loss/objective"] for row in rows[1:]] == [row["loss/objective"] for row in expected[1:]]
     weights = [tmp_path / name / "model" / "model.safetensors" for name in ("run", "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert finish(command(cache, tmp_path / "run", STEPS=3, **constant), tmp_path / "out") == 2
-    assert f"steps: got 3 for {tmp_path / 'run'}, wanted 6 or more, which it has made" in (tmp_path / "out").read_text()
+    assert (
+        f"steps: got 3 for {tmp_path / 'run'}, expected 6 or more, which it has made" in (tmp_path / "out").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -280,7 +282,7 @@ def test_another_model_is_refused_even_when_forced_and_the_folder_stays_as_it_wa
     changes = {"models__TinyModel__layers": 2, "models__TinyModel__intermediate": 48}
     assert finish(command(cache, run, "--force", STEPS=2, **changes), tmp_path / "out") == 2
     said = (tmp_path / "out").read_text()
-    assert f"in checkpoint {run / 'checkpoints' / 'step_2'}, wanted" in said
+    assert f"in checkpoint {run / 'checkpoints' / 'step_2'}, expected" in said
     assert "Traceback" not in said
     assert {path: path.read_bytes() for path in run.rglob("*") if path in before} == before
     interrupted(cache, tmp_path, [], STEPS=2, models__TinyModel__layers=2)  # the original command is not refused

@@ -69,8 +69,8 @@ def test_every_metric_is_explained(whole: Path) -> None:
 def test_tensorboard_holds_the_same_names_and_numbers(whole: Path) -> None:
     events = board(whole)
     seen = {(e.step, tag): e.value for tag in events.Tags()["scalars"] for e in events.Scalars(tag)}
-    wanted = {(row["step"], tag): value for row in metrics(whole) for tag, value in row.items() if tag != "step"}
-    assert seen == pytest.approx(wanted, rel=1e-6)
+    expected = {(row["step"], tag): value for row in metrics(whole) for tag, value in row.items() if tag != "step"}
+    assert seen == pytest.approx(expected, rel=1e-6)
 
 
 def test_tensorboard_shows_the_configuration_and_samples_as_text(whole: Path) -> None:

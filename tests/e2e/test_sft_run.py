@@ -61,11 +61,11 @@ def test_a_killed_run_ends_as_an_undisturbed_one(cache: Path, data: Path, calm: 
     argv = supervised(cache, tmp_path / "run", data)
     assert finish(argv, tmp_path / "out", AfterStep(3, signal.SIGKILL)) == -9
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    got, wanted = outcome(tmp_path / "run"), outcome(calm)
-    for one in (got, wanted):
+    got, expected = outcome(tmp_path / "run"), outcome(calm)
+    for one in (got, expected):
         for row in one["metrics"]:
             row.pop("sft/tokens_per_second", None)
-    assert got == wanted
+    assert got == expected
 
 
 @pytest.mark.slow
@@ -76,9 +76,9 @@ def test_two_ranks_learn_what_one_does(cache: Path, data: Path, calm: Path, tmp_
     for mine, row in zip(metrics(tmp_path / "run"), metrics(calm), strict=True):
         for name in row.keys() & set(names):
             assert mine[name] == pytest.approx(row[name], rel=1e-5), f"{name} of step {row['step']}"
-    found, wanted = weights(tmp_path / "run"), weights(calm)
-    assert found.keys() == wanted.keys()
-    for name, x in wanted.items():
+    found, expected = weights(tmp_path / "run"), weights(calm)
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=0, atol=CLOSE, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -117,16 +117,16 @@ def test_grpo_begins_with_its_model_and_mixes_its_demonstrations_in(
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ('{"prompt": "1+1"}', "wanted also completion"),
-        ('{"prompt": "1+1", "completion": ""}', "'completion': got str '', wanted text that is not empty"),
-        ('{"prompt": "1+1", "completion": 2}', "'completion': got int '2', wanted text"),
+        ('{"prompt": "1+1"}', "expected also completion"),
+        ('{"prompt": "1+1", "completion": ""}', "'completion': got str '', expected text that is not empty"),
+        ('{"prompt": "1+1", "completion": 2}', "'completion': got int '2', expected text"),
         (
             '{"prompt": "1+1", "completion": [{"role": "user", "content": "2"}]}',
-            "'completion': got 'user', wanted one message of 'assistant'",
+            "'completion': got 'user', expected one message of 'assistant'",
         ),
         (
             json.dumps({"prompt": "1+1", "completion": "\\boxed{2} " * 60}),
-            "wanted at most 128, as many as the model reads",
+            "expected at most 128, as many as the model reads",
         ),
         (
             json.dumps(
@@ -146,14 +146,14 @@ def test_bad_data_is_refused_with_its_row_before_a_run_folder_is_made(
     assert finish(supervised(cache, tmp_path / "run", path, *flags), tmp_path / "out") == 2
     said = (tmp_path / "out").read_text()
     assert complaint in said
-    assert "wanted" in said
+    assert "expected" in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["supervised.Stage.group_size=2"], "wanted one of objective, prompts, epochs, minibatches"),
+        (["supervised.Stage.group_size=2"], "expected one of objective, prompts, epochs, minibatches"),
         (["supervised.Stage.minibatches=3"], "do not split into 3 minibatches"),
     ],
     ids=["groups", "minibatches"],

@@ -84,7 +84,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_a_run_folder_is_made
     argv = taught(cache, tmp_path / "run", str(other))
     assert finish(argv, tmp_path / "out") == 2
     said = (tmp_path / "out").read_text()
-    assert f"got 'teacher' ({other}) whose tokenizer has {names[41]!r} as token 40, wanted the policy's" in said
+    assert f"got 'teacher' ({other}) whose tokenizer has {names[41]!r} as token 40, expected the policy's" in said
     assert "2 of 352 tokens differ" in said
 
 
@@ -98,7 +98,7 @@ def test_a_problem_that_no_teacher_is_for_is_refused(cache: Path, teacher: str, 
     assert finish(taught(cache, tmp_path / "run", teacher, "--gin_file", str(over)), tmp_path / "out") == 2
     said = (tmp_path / "out").read_text()
     assert "sections.Teacher.key: got 'arithmetic' for the problem" in said or "sections.Teacher.key: got ''" in said
-    assert "wanted one of 'teacher', the keys of sections.Teacher.models" in said
+    assert "expected one of 'teacher', the keys of sections.Teacher.models" in said
 
 
 SELF = ["--gin_file", "algo/sdpo.gin", "--gin_file", "scale/sibling_teacher.gin"]
@@ -141,7 +141,7 @@ def test_a_prompt_that_is_too_long_for_its_teacher_is_refused_before_a_run_folde
     assert finish(argv, tmp_path / "out") == 2
     said = (tmp_path / "out").read_text()
     assert "sections.Teacher.prompt: got up to" in said
-    assert "wanted at most the 128 positions that it reads" in said
+    assert "expected at most the 128 positions that it reads" in said
 
 
 def test_a_run_learns_from_a_teacher_on_a_server_and_at_temperature_1_alone(

@@ -87,19 +87,19 @@ def test_known_values(expression, value):
 @pytest.mark.parametrize(
     ("expression", "said"),
     [
-        ("", "got the end of the expression, wanted a number"),
-        ("2+", "got the end of the expression, wanted a number"),
-        ("2**9", r"got '\*\*9', wanted a number"),
-        ("2 3", r"got '3', wanted one of \+ - \* / or '\)' there"),
-        ("*2", r"got '\*', wanted a number or '\(' there"),
-        ("()", r"got '\)', wanted a number or '\(' there"),
+        ("", "got the end of the expression, expected a number"),
+        ("2+", "got the end of the expression, expected a number"),
+        ("2**9", r"got '\*\*9', expected a number"),
+        ("2 3", r"got '3', expected one of \+ - \* / or '\)' there"),
+        ("*2", r"got '\*', expected a number or '\(' there"),
+        ("()", r"got '\)', expected a number or '\(' there"),
         ("(2", r"got '\(' without '\)'"),
         ("2)", r"got '\)' without '\('"),
         ("1/(2-2)", "got a division by zero"),
         ("__import__('os')", 'got "__import__'),
         ("1e9", "got 'e9'"),
         ("٤+٢", "got '٤"),
-        ("1+" * 200 + "1", "got an expression of 401 characters, wanted at most 300"),
+        ("1+" * 200 + "1", "got an expression of 401 characters, expected at most 300"),
     ],
 )
 def test_what_is_no_expression_is_refused_in_words(expression, said):

@@ -104,7 +104,9 @@ def test_a_problem_without_tests_is_unscorable():
 
 
 def test_numbers_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="got max_tries 0, shown_tests 1 and max_output 2, wanted at least 1, 0 and 0"):
+    with pytest.raises(
+        ValueError, match="got max_tries 0, shown_tests 1 and max_output 2, expected at least 1, 0 and 0"
+    ):
         retry_program.environment(run=RUN, max_tries=0, shown_tests=1, max_output=2)
 
 

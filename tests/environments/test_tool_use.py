@@ -50,9 +50,9 @@ def test_an_answer_at_once_is_graded_too():
 
 
 def test_a_malformed_call_is_answered_and_does_not_end_the_episode():
-    message = Message("assistant", r"\boxed{42}", malformed="got '{', wanted JSON")
+    message = Message("assistant", r"\boxed{42}", malformed="got '{', expected JSON")
     (step,) = play_script(QUESTIONS, Problem(0, "?", "42", {}), [message], 0)[1]
-    assert step.messages == (Message("tool", "error: got '{', wanted JSON"),)
+    assert step.messages == (Message("tool", "error: got '{', expected JSON"),)
     assert not step.done
 
 
@@ -92,6 +92,6 @@ def test_it_is_fit_for_a_run():
 
 @pytest.mark.parametrize(("tools", "max_turns"), [([], 3), ([calculator], 0)])
 def test_no_tools_and_no_turns_are_refused(tools, max_turns):
-    said = f"got {len(tools)} tools and max_turns {max_turns}, wanted at least 1 of each"
+    said = f"got {len(tools)} tools and max_turns {max_turns}, expected at least 1 of each"
     with pytest.raises(ValueError, match=said):
         tool_use.environment(tools=tools, grade=math.correct, instructions="", max_turns=max_turns, pure=True)

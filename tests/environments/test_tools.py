@@ -32,7 +32,7 @@ def listed(words: list[str], loud: bool) -> dict:
 
 
 def refuses(text: str) -> str:
-    raise ValueError(f"got {text!r}, wanted something else")
+    raise ValueError(f"got {text!r}, expected something else")
 
 
 TOOLS = tools_by_name([partial(convert, factor=1.6), listed, refuses])
@@ -76,19 +76,19 @@ def test_a_call_is_answered_by_its_tool():
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("translate", {}, "error: got the tool 'translate', wanted one of convert, listed, refuses"),
-        ("convert", {"amount": 2}, "error: arguments of convert: got amount, wanted amount, unit, digits"),
-        ("convert", {}, "error: arguments of convert: got none, wanted amount, unit, digits"),
+        ("translate", {}, "error: got the tool 'translate', expected one of convert, listed, refuses"),
+        ("convert", {"amount": 2}, "error: arguments of convert: got amount, expected amount, unit, digits"),
+        ("convert", {}, "error: arguments of convert: got none, expected amount, unit, digits"),
         ("convert", {"amount": 2, "unit": "km", "factor": 9.0}, "error: arguments of convert: got amount, unit, f"),
-        ("convert", {"amount": "2", "unit": "km"}, "error: amount of convert: got str '2', wanted a value of"),
-        ("convert", {"amount": True, "unit": "km"}, "error: amount of convert: got bool True, wanted"),
-        ("convert", {"amount": 2.0, "unit": "inch"}, "error: unit of convert: got str 'inch', wanted one of ['km'"),
-        ("convert", {"amount": 2.0, "unit": ["km"]}, "error: unit of convert: got list ['km'], wanted one of"),
-        ("listed", {"words": ["a", 1], "loud": False}, "error: words of listed: got list ['a', 1], wanted"),
-        ("refuses", {"text": "x"}, "error: got 'x', wanted something else"),
+        ("convert", {"amount": "2", "unit": "km"}, "error: amount of convert: got str '2', expected a value of"),
+        ("convert", {"amount": True, "unit": "km"}, "error: amount of convert: got bool True, expected"),
+        ("convert", {"amount": 2.0, "unit": "inch"}, "error: unit of convert: got str 'inch', expected one of ['km'"),
+        ("convert", {"amount": 2.0, "unit": ["km"]}, "error: unit of convert: got list ['km'], expected one of"),
+        ("listed", {"words": ["a", 1], "loud": False}, "error: words of listed: got list ['a', 1], expected"),
+        ("refuses", {"text": "x"}, "error: got 'x', expected something else"),
     ],
 )
-def test_a_call_that_does_not_fit_is_answered_with_got_and_wanted(name, arguments, said):
+def test_a_call_that_does_not_fit_is_answered_with_got_and_expected(name, arguments, said):
     assert answer(name, arguments).startswith(said)
 
 
@@ -109,15 +109,15 @@ def test_any_arguments_are_answered(name, arguments):
 
 def test_every_call_has_an_answer_and_so_has_what_could_not_be_read():
     good, bad = ToolCall("listed", {"words": [], "loud": True}), ToolCall("nothing", {})
-    message = Message("assistant", "", calls=(good, bad), malformed="got '{', wanted a JSON object")
+    message = Message("assistant", "", calls=(good, bad), malformed="got '{', expected a JSON object")
     answers = answer_calls(TOOLS, message)
     assert [one.name for one in answers] == ["listed", "nothing", ""]
-    assert answers[2].content == "error: got '{', wanted a JSON object"
+    assert answers[2].content == "error: got '{', expected a JSON object"
     assert answer_calls(TOOLS, Message("assistant", "all is well")) == ()
 
 
 def test_a_name_twice_is_refused():
-    with pytest.raises(ValueError, match="got two of the name 'convert', wanted each name once"):
+    with pytest.raises(ValueError, match="got two of the name 'convert', expected each name once"):
         tools_by_name([convert, listed, partial(convert, factor=2.0)])
 
 
@@ -135,10 +135,12 @@ def nested(rows: list[list[int]]) -> int:
 
 @pytest.mark.parametrize("tool", [untyped, nested])
 def test_an_argument_without_a_json_type_is_refused(tool):
-    with pytest.raises(ValueError, match=rf"the tool {tool.__name__}, argument \w+: got the annotation .*, wanted str"):
+    with pytest.raises(
+        ValueError, match=rf"the tool {tool.__name__}, argument \w+: got the annotation .*, expected str"
+    ):
         tools_by_name([tool])
 
 
 def test_an_argument_that_takes_any_number_is_refused():
-    with pytest.raises(ValueError, match=r"the tool any_number: got the parameter \*numbers: int, wanted named"):
+    with pytest.raises(ValueError, match=r"the tool any_number: got the parameter \*numbers: int, expected named"):
         tools_by_name([any_number])

@@ -211,7 +211,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HARM: dict[str, tuple[Callable[[Path], object], str, list[str]]] = {
-    "no such folder": (shutil.rmtree, "", ["got model", "wanted a Hugging Face"]),
+    "no such folder": (shutil.rmtree, "", ["got model", "expected a Hugging Face"]),
     "a run that saved nothing": (
         lambda run: [shutil.rmtree(run / name) for name in ("model", "checkpoints")],
         "",
@@ -220,12 +220,12 @@ HARM: dict[str, tuple[Callable[[Path], object], str, list[str]]] = {
     "a broken checkpoint": (
         lambda run: damage(run / "checkpoints" / "step_4" / "__0_0.distcp"),
         "checkpoints/step_4",
-        ["step_4, which is broken: __0_0.distcp has sha256", "wanted a whole one"],
+        ["step_4, which is broken: __0_0.distcp has sha256", "expected a whole one"],
     ),
     "a checkpoint cut short": (
         lambda run: os.truncate(run / "checkpoints" / "step_4" / "__0_0.distcp", 99),
         "checkpoints/step_4",
-        ["has 99 bytes, wanted"],
+        ["has 99 bytes, expected"],
     ),
     "a checkpoint without its manifest": (
         lambda run: (run / "checkpoints" / "step_4" / "manifest.json").unlink(),
@@ -236,7 +236,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str, list[str]]] = {
     "a checkpoint of another model": (
         lambda run: (shutil.rmtree(run / "model"), make_other(run / "model")),
         "checkpoints/step_4",
-        ["of another model: ", "wanted", "weights differ"],
+        ["of another model: ", "expected", "weights differ"],
     ),
     "a model folder without weights": (
         lambda run: (run / "model" / "model.safetensors").unlink(),
@@ -246,7 +246,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str, list[str]]] = {
     "no tokenizer": (
         lambda run: [path.unlink() for path in (run / "model").glob("token*")],
         "",
-        ["tokenizer", "wanted"],
+        ["tokenizer", "expected"],
     ),
 }
 
@@ -271,19 +271,19 @@ def test_a_model_that_is_not_there_or_not_whole(
 
 def test_a_checkpoint_by_itself_needs_its_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = shutil.move(run / "checkpoints" / "step_4", tmp_path / "step_4")
-    said = ["in no run folder", "wanted DIR/checkpoints/step_4"]
+    said = ["in no run folder", "expected DIR/checkpoints/step_4"]
     refused(["--model", str(alone), "--gin_file", str(run / "config.gin")], capsys, *said)
 
 
 BAD_KNOBS = {
-    "too few samples": (["sections.Evaluation.samples=2"], ["ks: got [1, 3] with 2 samples", "wanted each of them"]),
-    "no problems asked": (["sections.Evaluation.problems=0"], ["eval_problems: got 0, wanted at least 1"]),
+    "too few samples": (["sections.Evaluation.samples=2"], ["ks: got [1, 3] with 2 samples", "expected each of them"]),
+    "no problems asked": (["sections.Evaluation.problems=0"], ["eval_problems: got 0, expected at least 1"]),
     "no judges": (["sections.Evaluation.graders=[]"], ["judges: got none"]),
-    "a word for a number": (["train.train.seed='x'"], ["seed", "wanted int"]),
+    "a word for a number": (["train.train.seed='x'"], ["seed", "expected int"]),
     "dtype": (["sections.Compute.dtype='float8'"], ["got dtype 'float8'"]),
     "device": (["sections.Compute.device='cuda:99'"], ["got device 'cuda:99'"]),
     "an unknown knob": (["sections.Evaluation.gradrs=[]"], ["gradrs", "did you mean graders?"]),
-    "too long a completion": (["MAX_NEW_TOKENS=500"], ["prompts: got 16 of 16 held-out ones over", "wanted none"]),
+    "too long a completion": (["MAX_NEW_TOKENS=500"], ["prompts: got 16 of 16 held-out ones over", "expected none"]),
 }
 
 
@@ -304,7 +304,7 @@ def test_a_task_that_holds_nothing_out(trained: Path, tmp_path: Path, capsys: py
     over += "sections.Data.task = @test_eval.nothing_held_out\ntest_eval.nothing_held_out.max_value = 5\n"
     (tmp_path / "over.gin").write_text(over)
     files = ["--gin_file", str(trained / "config.gin"), "--gin_file", str(tmp_path / "over.gin")]
-    refused(["--model", str(trained), *files], capsys, "got a task without held-out problems, wanted")
+    refused(["--model", str(trained), *files], capsys, "got a task without held-out problems, expected")
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -313,8 +313,8 @@ def test_a_gin_file_without_the_bindings_names_them(
 ) -> None:
     (tmp_path / "bare.gin").write_text('include "base.gin"\n')
     argv = ["--model", str(trained), "--gin_file", str(tmp_path / "bare.gin")]
-    wanted = "grpo_fn.trainer.sections.Data: got no value for task, wanted"
-    refused(argv, capsys, wanted, "SEED: got no value")
+    expected = "grpo_fn.trainer.sections.Data: got no value for task, expected"
+    refused(argv, capsys, expected, "SEED: got no value")
     refused(["--model", str(trained), "--gin_file", "eval/gsm8.gin"], capsys, "eval/gsm8k.gin")
 
 
@@ -330,7 +330,7 @@ def test_results_are_not_written_over(trained: Path, tmp_path: Path, capsys: pyt
     refused(["--model", str(trained), "--out", str(tmp_path / "out")], capsys, "with results.json of another")
     assert (tmp_path / "out" / "results.json").read_text() == "mine"
     (tmp_path / "file").write_text("")
-    refused(["--model", str(trained), "--out", str(tmp_path / "file")], capsys, "a file; wanted a folder")
+    refused(["--model", str(trained), "--out", str(tmp_path / "file")], capsys, "a file; expected a folder")
 
 
 def test_a_failure_at_work_is_no_bad_input_and_leaves_no_results(

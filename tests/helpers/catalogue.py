@@ -144,7 +144,7 @@ def values_of(module: ModuleType, name: str, function: Callable, knob: str) -> t
         return get_args(asked)
     if (drawn := BY_ANNOTATION.get(asked)) is None:
         raise LookupError(
-            f"got the knob {knob}: {asked} of {name}, wanted an annotation among {list(BY_ANNOTATION)}, "
+            f"got the knob {knob}: {asked} of {name}, expected an annotation among {list(BY_ANNOTATION)}, "
             f'or a line EXAMPLES = {{"{knob}": (value, ...)}} beside the function'
         )
     return drawn
@@ -188,6 +188,6 @@ def shown(value: object) -> str:
 def each(table: dict[str, Callable], only: set[str] | None = None) -> pytest.MarkDecorator:
     """Parametrise a test's argument `f` over a table of bound functions, or over those of the names in `only`."""
     if only is not None and (gone := only - {name.split("(")[0] for name in table}):
-        raise LookupError(f"got the names {sorted(gone)}, wanted functions of {sorted(table)}")
+        raise LookupError(f"got the names {sorted(gone)}, expected functions of {sorted(table)}")
     chosen = {name: f for name, f in table.items() if only is None or name.split("(")[0] in only}
     return pytest.mark.parametrize("f", list(chosen.values()), ids=list(chosen))

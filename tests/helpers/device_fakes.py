@@ -11,7 +11,7 @@ def fine(setting: Setting) -> list[Figure]:
 
 
 def wrong(setting: Setting) -> list[Figure]:
-    raise AssertionError("got 1, wanted 2\nand a second line")
+    raise AssertionError("got 1, expected 2\nand a second line")
 
 
 def absent(setting: Setting) -> list[Figure]:

@@ -34,7 +34,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     for one in left:
         stack = traceback.format_stack(frames[one.ident]) if one.ident in frames else []
         print(
-            f"got the thread {one.name!r} {SECONDS:.0f} s after the last test, wanted it to have ended", file=sys.stderr
+            f"got the thread {one.name!r} {SECONDS:.0f} s after the last test, expected it to have ended",
+            file=sys.stderr,
         )
         print("".join(stack[-5:]), file=sys.stderr)
     sys.stdout.flush()

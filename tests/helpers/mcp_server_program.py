@@ -20,7 +20,7 @@ def add(a: int, b: int) -> str:
 @server.tool()
 def refuse(text: str) -> str:
     """Never of use."""
-    raise ValueError(f"got {text}, wanted something else")
+    raise ValueError(f"got {text}, expected something else")
 
 
 @server.tool()

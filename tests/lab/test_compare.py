@@ -62,10 +62,10 @@ def test_run_folders_that_share_seeds_are_compared_over_those(tmp_path, capsys):
     ]
     _, _, section = said(capsys, *runs, "--max_rows", "0").partition("## Over shared seeds")
     (line,) = [cells(line) for line in section.split("##")[0].splitlines() if "`" in line]  # c shares one seed alone
-    wanted = paired_difference([0.75, 0.25], [1.0, 1.0])
+    expected = paired_difference([0.75, 0.25], [1.0, 1.0])
     assert line == [
         *(f"`{run}`" for run in (runs[0], runs[2])),
-        *paired_cells(wanted).values(),
+        *paired_cells(expected).values(),
     ]
     assert "shared seeds" not in said(capsys, runs[0], runs[1], runs[5], "--max_rows", "0")
 
@@ -122,7 +122,7 @@ def test_another_judge_may_say_what_is_right(tmp_path: Path, capsys: pytest.Capt
     one, two = evaluated(tmp_path / "one", [1.0, 0.0]), evaluated(tmp_path / "two", [0.0, None])
     lines = said(capsys, one, two, "--grader", "boxed").splitlines()
     assert [cells(line)[1] for line in lines[4:6]] == ["1.000", "1.000"]
-    assert "wanted one that" in said(capsys, one, two, "--grader", "lenient", code=2)
+    assert "expected one that" in said(capsys, one, two, "--grader", "lenient", code=2)
 
 
 # -- which problems are the same
@@ -172,8 +172,8 @@ def test_a_run_folder_stands_for_its_newest_evaluation(tmp_path: Path, capsys: p
     ("text", "error"),
     [
         ("", "got no rows"),
-        ("{oops\n", "bad.jsonl:1: got '{oops', wanted a JSON object"),
-        ("[1]\n", "bad.jsonl:1: got a JSON list, wanted an object"),
+        ("{oops\n", "bad.jsonl:1: got '{oops', expected a JSON object"),
+        ("[1]\n", "bad.jsonl:1: got a JSON list, expected an object"),
         ('{"uid": 1}\n', "got row 1 without prompt, answer, scores, text"),
     ],
 )
@@ -184,8 +184,8 @@ def test_a_file_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = evaluated(tmp_path / "one", [None])
-    assert "wanted two or more" in said(capsys, one, code=2)
-    assert "wanted a folder with samples.jsonl" in said(capsys, one, tmp_path / "nowhere", code=2)
+    assert "expected two or more" in said(capsys, one, code=2)
+    assert "expected a folder with samples.jsonl" in said(capsys, one, tmp_path / "nowhere", code=2)
     assert "none of which every run could score" in said(capsys, one, one, code=2)
 
 

@@ -82,11 +82,11 @@ def weak(judged, answers="go on"):
 
 
 def leaking_tool():
-    """A calculator that says what was wanted."""
+    """A calculator that says what was expected."""
 
     def calculator(expression: str) -> str:
         """Compute."""
-        return "error: wanted 823"
+        return "error: expected 823"
 
     return calculator
 

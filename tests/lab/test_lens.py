@@ -64,8 +64,8 @@ def test_a_stored_step_comes_back_as_it_was(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["nowhere", "--step", "1"], "got nowhere without config.gin, wanted a run folder"),
-        (["RUN", "--step", "99"], "got --step 99, wanted one whose rollout is stored: [1, 2, 3, 4, 5, 6]"),
+        (["nowhere", "--step", "1"], "got nowhere without config.gin, expected a run folder"),
+        (["RUN", "--step", "99"], "got --step 99, expected one whose rollout is stored: [1, 2, 3, 4, 5, 6]"),
         (["RUN", "--step", "1", "--policy", "RUN/rollouts"], "got"),
     ],
 )

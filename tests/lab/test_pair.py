@@ -52,25 +52,26 @@ SLOW = "optimizer.adamw.lr = 1e-4"
     ("arms", "flags", "complaint"),
     [
         ({"a": ""}, [], "got 1 arms"),
-        ({"a": "", "b": "train.train.steps = 3"}, [], "arm b, seed 0: got train.train.steps = 3, wanted 2 as in a"),
-        ({"a": "", "b": "arithmetic.task.max_value = 3"}, [], "got arithmetic.task.max_value = 3, wanted 5 as in a"),
-        ({"a": "", "b": "models.TinyModel.hidden = 64"}, [], "got models.TinyModel.hidden = 64, wanted 32 as in a"),
+        ({"a": "", "b": "train.train.steps = 3"}, [], "arm b, seed 0: got train.train.steps = 3, expected 2 as in a"),
+        ({"a": "", "b": "arithmetic.task.max_value = 3"}, [], "got arithmetic.task.max_value = 3, expected 5 as in a"),
+        ({"a": "", "b": "models.TinyModel.hidden = 64"}, [], "got models.TinyModel.hidden = 64, expected 32 as in a"),
         (
             {"a": "", "b": "train.train.model = 'm'"},
             [],
-            "arm b, seed 0: got train.train.model = 'm', wanted @exp",
+            "arm b, seed 0: got train.train.model = 'm', expected @exp",
         ),
-        ({"a": "", "b": "train.train.seed = 2"}, [], "arm b, seed 0: got train.train.seed = 2, wanted 0 as in a"),
-        ({"a": "", "b": "train.train.seed = 0"}, [], "arm b, seed 2: got train.train.seed = 0, wanted 2 as in a"),
-        ({"a": "", "b": "step.Algorithm.prompts = 3"}, [], "got algorithm.prompts = 3, wanted 4 as in a"),
+        ({"a": "", "b": "train.train.seed = 2"}, [], "arm b, seed 0: got train.train.seed = 2, expected 0 as in a"),
+        ({"a": "", "b": "train.train.seed = 0"}, [], "arm b, seed 2: got train.train.seed = 0, expected 2 as in a"),
+        ({"a": "", "b": "step.Algorithm.prompts = 3"}, [], "got algorithm.prompts = 3, expected 4 as in a"),
         (
             {"a": "", "b": "sections.Sampling.token_sampler = @sampling.gumbel_max"},
             [],
-            "got sampling.token_sampler = @grpo_fn.core.sampling.gumbel_max, wanted @grpo_fn.core.sampling.categorical",
+            "got sampling.token_sampler = @grpo_fn.core.sampling.gumbel_max, expected "
+            "@grpo_fn.core.sampling.categorical",
         ),
         ({"a": "", "b": "optimizer.adamw.rate = 1"}, [], "arm b, seed 0: "),
-        ({"a": "", "b": SLOW}, ["--seeds", "0", "0"], "--seeds: got 0 0, wanted each once"),
-        ({"a": "", "b": SLOW}, ["--seeds", "x"], "--seeds: got x, wanted whole numbers"),
+        ({"a": "", "b": SLOW}, ["--seeds", "0", "0"], "--seeds: got 0 0, expected each once"),
+        ({"a": "", "b": SLOW}, ["--seeds", "x"], "--seeds: got x, expected whole numbers"),
         ({"a": "", "b": SLOW}, ["--seed_knob", "sections.Data.seed"], "arm a, seed 0: "),
         ({"a": "", "b": SLOW}, ["--seed_knob", "models.TinyModel.seed"], "with which seeds 0 and 1 are both"),
         ({"a": "", "b": SLOW}, ["--jobs", "0"], "--jobs, --timeout: got 0"),
@@ -147,16 +148,16 @@ def test_every_arm_is_compared_with_the_first_over_the_seeds_of_both(out, capsys
     lines = [json.loads(line) for line in (out / "paired.jsonl").read_text().splitlines()]
     found = {(line["arm"], line["step"]): line for line in lines if line["metric"] == "reward/mean"}
     assert found.keys() == {(name, step) for name in "bc" for step in (1, 2)}
-    wanted = paired_difference([0.5, 1.0], [1.0, 1.25])
-    assert found["b", 2] == {"arm": "b", "to": "a", "metric": "reward/mean", "step": 2, **wanted._asdict()}
+    expected = paired_difference([0.5, 1.0], [1.0, 1.25])
+    assert found["b", 2] == {"arm": "b", "to": "a", "metric": "reward/mean", "step": 2, **expected._asdict()}
     assert (found["b", 1]["difference"], found["b", 1]["worth"]) == (0.0, None)
     assert (found["c", 2]["n"], found["c", 2]["low"]) == (1, None)
     shares = {line["arm"]: line["share"] for line in lines if line["metric"] == "same_samples"}
     assert shares == {"b": 0.5, "c": 1.0}
     table, page = (out / "table.md").read_text(), (out / "report.html").read_text()
     for text in (said, table, page):
-        assert f"{wanted.difference:+.3g}" in text
-        assert f"{wanted.worth:.3g}" in text
+        assert f"{expected.difference:+.3g}" in text
+        assert f"{expected.worth:.3g}" in text
         assert "equal" in text
     assert "<svg" in page
 
@@ -212,7 +213,7 @@ def test_arms_begin_alike_and_a_second_call_runs_what_is_new(tmp_path, capsys, f
     assert tool.main(again) == 2
     assert "with which" in capsys.readouterr().err
     assert tool.main(argv(tmp_path, "--seeds", "0", **{"b": arms["b"], "a": ""})) == 2
-    assert "got b as the first arm, wanted a" in capsys.readouterr().err
+    assert "got b as the first arm, expected a" in capsys.readouterr().err
 
     stamps = {path: path.stat().st_mtime_ns for path in out.glob("trials/*/summary.json")}
     assert tool.main(argv(tmp_path, "--seeds", "0", **arms, c=SLOW)) == 0, capsys.readouterr().err

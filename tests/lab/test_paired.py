@@ -75,7 +75,7 @@ def test_one_seed_has_a_difference_and_no_interval():
 
 @pytest.mark.parametrize("pair", [([], []), ([1.0], [1.0, 2.0])])
 def test_what_is_not_paired_is_refused(pair):
-    with pytest.raises(ValueError, match=r"got \d and \d values, wanted as many of each, one or more"):
+    with pytest.raises(ValueError, match=r"got \d and \d values, expected as many of each, one or more"):
         paired_difference(*pair)
 
 

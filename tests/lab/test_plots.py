@@ -86,9 +86,9 @@ def test_ticks_are_few_ordered_and_inside(a: float, b: float, whole: bool) -> No
     assert all(low - slack <= tick <= high + slack for tick in found)
 
 
-@pytest.mark.parametrize(("low", "high", "wanted"), [(0.0, 1.0, 6), (0.0, 30.0, 4), (-5e-8, 1e-7, 4), (2.0, 2.0, 1)])
-def test_ticks_are_round(low: float, high: float, wanted: int) -> None:
-    assert len(axis_ticks(low, high, whole=False)) == wanted
+@pytest.mark.parametrize(("low", "high", "expected"), [(0.0, 1.0, 6), (0.0, 30.0, 4), (-5e-8, 1e-7, 4), (2.0, 2.0, 1)])
+def test_ticks_are_round(low: float, high: float, expected: int) -> None:
+    assert len(axis_ticks(low, high, whole=False)) == expected
 
 
 @given(st.integers(POINTS + 1, 5 * POINTS))

@@ -112,8 +112,8 @@ def test_one_vmapped_call_is_a_gradient_for_each_view():
     assert got.shape == (len(OTHERS), *old.shape)
     for signal, view in zip(got, views.values(), strict=True):
         loss = partial(view.objective, batch=view.batch, totals=view.totals, gains=UNMOVED)
-        wanted = grad(lambda s, loss=loss: loss(s)[0])(scores).logp
-        torch.testing.assert_close(signal, wanted)
+        expected = grad(lambda s, loss=loss: loss(s)[0])(scores).logp
+        torch.testing.assert_close(signal, expected)
     assert not torch.allclose(got[0], got[1])
 
 

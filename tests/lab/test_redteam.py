@@ -67,18 +67,18 @@ def test_one_part_that_dominates_is_found_out():
 @pytest.mark.parametrize(
     ("knobs", "complaint"),
     [
-        ({"rewards": ["mth"]}, "wanted math"),
+        ({"rewards": ["mth"]}, "expected math"),
         ({"weights": [1.0, 2.0]}, "--weight: got 2 for 1 rewards"),
         ({"problems": 1}, "got 1 held-out problems and 20 pulls"),
         ({"pulls": -1}, "got 8 held-out problems and -1 pulls"),
-        ({"task": "arithmetics"}, "wanted arithmetic"),
+        ({"task": "arithmetics"}, "expected arithmetic"),
         ({"task": "grpo_fn.verifier.find_boxes"}, "text"),
-        ({"task": "gsm8k"}, "wanted --task_param data=VALUE"),
+        ({"task": "gsm8k"}, "expected --task_param data=VALUE"),
         ({"task_knobs": ["max_values=3"]}, "max_values"),
-        ({"rewards": ["math", "lenient"], "reward_knobs": ["tolerance=1"]}, "wanted a knob of one of the rewards"),
+        ({"rewards": ["math", "lenient"], "reward_knobs": ["tolerance=1"]}, "expected a knob of one of the rewards"),
     ],
 )
-def test_bad_input_says_what_was_wanted(knobs, complaint):
+def test_bad_input_says_what_was_expected(knobs, complaint):
     with pytest.raises((ValueError, TypeError), match=re.escape(complaint)):
         attack_named(**{"rewards": ["math"], "weights": [], "problems": 8, **ARITHMETIC, **knobs})
 
@@ -87,7 +87,7 @@ def test_the_command_says_bad_input_in_one_message_and_exits_with_2(capsys):
     assert main(["--reward", "math", "--task", "gsm8k"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert "wanted --task_param data=VALUE" in said.err
+    assert "expected --task_param data=VALUE" in said.err
     assert "Traceback" not in said.err
 
 
@@ -132,4 +132,4 @@ def test_a_chat_format_that_reads_calls_in_tokens_alone_is_refused(capsys):
     )
     params = [part for one in bound for part in ("--gin_param", one)]
     assert main(["--gin_file", "run/calculator.gin", *params, "--problems", "2", "--pulls", "0"]) == 2
-    assert "wanted one with the knob read_calls: chat_format.tokenizer_template" in capsys.readouterr().err
+    assert "expected one with the knob read_calls: chat_format.tokenizer_template" in capsys.readouterr().err

@@ -71,4 +71,4 @@ def test_a_runs_own_reward_is_attacked_on_its_task(capsys: pytest.CaptureFixture
     assert "best without the answer: 2.000" in said
     assert main([*argv, "--reward", "math"]) == 2
     assert main(["--reward", "math"]) == 2
-    assert "wanted either the two or the gin files" in capsys.readouterr().err
+    assert "expected either the two or the gin files" in capsys.readouterr().err

@@ -315,7 +315,7 @@ def test_an_edited_prompt_is_named(copied: Path, replayed: Replayed) -> None:
     assert "first difference: step 5, row 4 (problem 17, sample 0), prompt in rollouts/: '1 + 1 =' recorded, " in said
     code, said = replayed(copied, 5, "--use_stored_rollout")
     assert code == 2
-    assert "wanted the stored one, '1 + 1 ='" in said
+    assert "expected the stored one, '1 + 1 ='" in said
 
 
 def test_an_edited_figure_is_named(copied: Path, replayed: Replayed) -> None:
@@ -333,7 +333,7 @@ def test_a_line_without_one_of_its_quantities_is_a_difference(copied: Path, repl
     path.write_text("".join(json.dumps({k: x for k, x in line.items() if k != "signal"}) + "\n" for line in lines))
     code, said = replayed(copied, 5)
     assert code == 1
-    assert "first difference: step 5, its line in digests.jsonl: got no signal, wanted tokens, " in said
+    assert "first difference: step 5, its line in digests.jsonl: got no signal, expected tokens, " in said
     assert "step 5: tokens, rewards, advantages, logp_old, gradients, weights as recorded" in said
 
 
@@ -441,21 +441,21 @@ def test_other_tokens_have_no_cosine(whole: Path, replayed: Replayed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "wanted"),
+    ("override", "expected"),
     [
-        ("optimizer.adamw.rate=1.0", "optimizer.adamw: got a binding for rate, wanted one of"),
+        ("optimizer.adamw.rate=1.0", "optimizer.adamw: got a binding for rate, expected one of"),
         ("optimizer.adamw.lr", "--override 'optimizer.adamw.lr': got"),
-        ("nowhere.gin", "got 'nowhere.gin', wanted a gin file"),
+        ("nowhere.gin", "got 'nowhere.gin', expected a gin file"),
         ("step.Algorithm.minibatches=3", "minibatches"),
-        ("optimizer.adamw.lr=fast", "wanted a gin value"),
+        ("optimizer.adamw.lr=fast", "expected a gin value"),
     ],
 )
 def test_an_override_that_is_none_is_refused_before_any_work(
-    whole: Path, replayed: Replayed, override: str, wanted: str
+    whole: Path, replayed: Replayed, override: str, expected: str
 ) -> None:
     code, said = replayed(whole, 1, "--override", override)
     assert code == 2, said
-    assert wanted in said
+    assert expected in said
     assert "as recorded" not in said
 
 
@@ -469,7 +469,7 @@ def test_an_override_of_what_is_trained_is_refused(whole: Path, replayed: Replay
 
 
 def test_bad_input_is_one_line(whole: Path, copied: Path, tmp_path: Path, replayed: Replayed) -> None:
-    assert replayed(tmp_path, 1) == (2, f"error: got {tmp_path}, wanted the folder of a run, with run.json in it\n")
+    assert replayed(tmp_path, 1) == (2, f"error: got {tmp_path}, expected the folder of a run, with run.json in it\n")
     for step in (0, 7):
         code, said = replayed(whole, step)
         assert code == 2

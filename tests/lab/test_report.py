@@ -180,8 +180,8 @@ def test_seconds_are_means_over_the_steps(whole: Path, tmp_path: Path) -> None:
     table = [found for found in made([whole], tmp_path).rows if found and found[0] == "run"][1]
     page = made([whole], tmp_path)
     values = dict(zip(table, page.rows[page.rows.index(table) + 1], strict=True))
-    wanted = sum(row["time/train"] for row in metrics(whole)[1:]) / 6
-    assert values["train"] == f"{wanted:.3g}"
+    expected = sum(row["time/train"] for row in metrics(whole)[1:]) / 6
+    assert values["train"] == f"{expected:.3g}"
     assert row["run"] == "run"
 
 
@@ -264,8 +264,8 @@ def _hold(lock: Path, ready, done) -> None:
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["nowhere"], "got nowhere without run.json, wanted a run folder"),
-        (["RUN", "RUN"], "got 2 runs of which some are the same, wanted each once"),
+        (["nowhere"], "got nowhere without run.json, expected a run folder"),
+        (["RUN", "RUN"], "got 2 runs of which some are the same, expected each once"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -282,5 +282,5 @@ def test_a_broken_line_inside_is_refused_and_a_torn_last_one_is_not(tmp_path: Pa
     path.write_bytes(b'{"step": 0, "a": null}\n{"st')
     assert [row["step"] for row in tool.metric_lines(tmp_path)] == [0.0]
     path.write_bytes(b'{"step": 0}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: got .*, wanted a JSON object with a step"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: got .*, expected a JSON object with a step"):
         tool.metric_lines(tmp_path)

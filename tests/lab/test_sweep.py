@@ -96,15 +96,15 @@ def test_a_loguniform_draw_has_its_logarithm_spread_evenly() -> None:
     ("flags", "complaint"),
     [
         ([], "got neither --grid nor --random"),
-        (["--grid", "SEED"], "got 'SEED', wanted NAME=..."),
+        (["--grid", "SEED"], "got 'SEED', expected NAME=..."),
         (["--grid", "SEED=1,,2"], "got an empty value of SEED"),
         (["--grid", "SEED=1", "--random", "SEED=integer(0,5)"], "got SEED more than once"),
-        (["--random", "SEED=normal(0,1)"], "--random: got 'normal(0,1)', wanted uniform"),
+        (["--random", "SEED=normal(0,1)"], "--random: got 'normal(0,1)', expected uniform"),
         (["--random", "SEED=loguniform(0,1)"], "--random: got 'loguniform(0,1)'"),
         (["--random", "SEED=uniform(2,1)"], "--random: got 'uniform(2,1)'"),
         (["--grid", "SEED=1", "--trials", "3"], "--trials: got it without --random"),
         (["--grid", "SEED=1", "--jobs", "0"], "got 0, "),
-        (["--grid", "SEED=1", "--grid", "optimizer.adamw.learning=1"], "wanted one of"),
+        (["--grid", "SEED=1", "--grid", "optimizer.adamw.learning=1"], "expected one of"),
     ],
 )
 def test_bad_input_is_one_line_and_starts_nothing(flags, complaint, tmp_path, capsys) -> None:
@@ -151,11 +151,11 @@ def test_settings_that_share_seeds_are_compared_over_those(tmp_path) -> None:
     values = {("a", "0"): 0.5, ("a", "1"): 0.9, ("a", "2"): 0.7, ("b", "1"): 0.8, ("b", "2"): 0.5, ("c", "7"): 0.1}
     text = tool.sweep_report(tmp_path, outcomes(values), "eval/accuracy", False)
     first, second, third = read(tmp_path / "table.csv")
-    wanted = paired_difference([0.9, 0.7], [0.8, 0.5])
+    expected = paired_difference([0.9, 0.7], [0.8, 0.5])
     assert (first["lr"], first["pairs"], first["to first"]) == ("a", "", "")
     assert (second["lr"], second["pairs"], second["to first"]) == ("b", "2", "-0.15")
-    assert second["95 %"] == f"{wanted.low:+.3g} to {wanted.high:+.3g}"
-    assert second["worth"] == f"{wanted.worth:.3g}"
+    assert second["95 %"] == f"{expected.low:+.3g} to {expected.high:+.3g}"
+    assert second["worth"] == f"{expected.worth:.3g}"
     assert (third["lr"], third["pairs"]) == ("c", "")
     assert tool.PAIRED in text
     assert tool.PAIRED in (tmp_path / "table.md").read_text()
@@ -167,11 +167,11 @@ def test_settings_that_share_seeds_are_compared_over_those(tmp_path) -> None:
 def test_a_cell_of_the_markdown_table_reads_as_its_text(text) -> None:
     """Without character entities of its own, on one line, and rendered as the text alone."""
     cell = running.plain_or_code(text)
-    wanted = escape_control(text).replace("\n", "\\n")
+    expected = escape_control(text).replace("\n", "\\n")
     assert "\n" not in cell
     assert len(re.findall(r"(?<!\\)\|", cell)) == 0
-    assert wanted in cell.replace("\\|", "|")
-    assert cell == wanted or cell[0] == cell[-1] == "`"
+    assert expected in cell.replace("\\|", "|")
+    assert cell == expected or cell[0] == cell[-1] == "`"
 
 
 def test_the_markdown_table_is_readable_as_it_stands() -> None:
@@ -235,7 +235,7 @@ def test_trials_run_beside_one_another_a_failure_stops_none_and_a_second_call_re
     assert capsys.readouterr().err.count(": started") == 2  # those that failed, once more
 
     assert tool.main(argv(cache, out, *flags, "--gin_param", "STEPS=3")) == 2
-    assert "wanted the same" in capsys.readouterr().err
+    assert "expected the same" in capsys.readouterr().err
 
 
 @pytest.mark.slow

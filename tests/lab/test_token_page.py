@@ -114,9 +114,9 @@ def test_the_gains_of_the_step_are_in_its_signal():
     seen, scores = step(["a"], [["some words", "other"]])
     louder = partial(CLIPPED, beta=3 * CLIPPED.keywords["beta"])
     got, _ = token_page.signal_of_step(seen.batch, scores, CLIPPED, UNMOVED._replace(kl=3.0), minibatches=1)
-    wanted, _ = token_page.signal_of_step(seen.batch, scores, louder, UNMOVED, minibatches=1)
+    expected, _ = token_page.signal_of_step(seen.batch, scores, louder, UNMOVED, minibatches=1)
     unmoved, _ = token_page.signal_of_step(seen.batch, scores, CLIPPED, UNMOVED, minibatches=1)
-    torch.testing.assert_close(got.logp, wanted.logp)
+    torch.testing.assert_close(got.logp, expected.logp)
     assert not torch.allclose(got.logp, unmoved.logp)
 
 

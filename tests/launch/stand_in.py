@@ -23,7 +23,7 @@ def main() -> int:
     knobs = {"STEPS": "6", "PACE": "0.05", "DEADLINE": "20", "SAVE": "0", "FAULT": "0"}
     knobs |= dict(param.split("=", 1) for param in args.gin_param)
     if not Path(args.gin_file[0]).exists():
-        print(f"error: got no file {args.gin_file[0]}, wanted a gin file", file=sys.stderr)
+        print(f"error: got no file {args.gin_file[0]}, expected a gin file", file=sys.stderr)
         return 2
     try:
         with StopRequest() as stop:

@@ -65,8 +65,8 @@ def test_a_flag_of_the_module_is_not_taken_for_torchruns(flag: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["train.py"], "got 'train.py' to start, wanted a module: -m grpo_fn.run"),
-        (["--rdzv-conf=read_timeout=0", "-m", "x"], "read_timeout: got '0', wanted seconds above 0"),
+        (["train.py"], "got 'train.py' to start, expected a module: -m grpo_fn.run"),
+        (["--rdzv-conf=read_timeout=0", "-m", "x"], "read_timeout: got '0', expected seconds above 0"),
     ],
 )
 def test_bad_input_is_one_line_and_starts_nothing(
@@ -78,7 +78,7 @@ def test_bad_input_is_one_line_and_starts_nothing(
 
 @given(st.one_of(st.floats(max_value=0.0).map(str), st.sampled_from(("", "nan", "inf", "1m"))))
 def test_a_grace_that_is_no_time_is_bad_input(text: str) -> None:
-    with pytest.raises(ValueError, match=r"GRACE: got .*, wanted seconds above 0"):
+    with pytest.raises(ValueError, match=r"GRACE: got .*, expected seconds above 0"):
         agent.seconds("GRACE", text)
 
 
@@ -184,7 +184,7 @@ _call_store(30)
 """
     done = run([sys.executable, "-c", program], environment())
     assert (done.returncode, done.stdout) == (71, "still there\n"), done.stderr
-    assert "for the rendezvous host to answer, wanted at most 1.5" in done.stderr
+    assert "for the rendezvous host to answer, expected at most 1.5" in done.stderr
 
 
 @pytest.mark.parametrize("given", [{}, {"PYTORCH_ALLOC_CONF": "x"}, {"PYTORCH_CUDA_ALLOC_CONF": "x"}])

@@ -206,14 +206,18 @@ def test_the_run_folder_is_the_jobs_unless_one_is_given(slurm: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "more", "complaint"),
     [
-        ([], {}, "got no --gin_file, wanted one, as in --gin_file run/gsm8k.gin"),
-        (["--gin_file=f"], {"SLURM_JOB_ID": ""}, "got no SLURM_JOB_ID, wanted a job of Slurm's: sbatch tools/launch/"),
-        (["--gin_file=f"], {"SLURM_SUBMIT_DIR": "/"}, "got / to start in, wanted the repository's root: call sbatch"),
-        (["--gin_file=f", "--run_dir"], {}, "--run_dir: got nothing after it, wanted a folder"),
+        ([], {}, "got no --gin_file, expected one, as in --gin_file run/gsm8k.gin"),
+        (
+            ["--gin_file=f"],
+            {"SLURM_JOB_ID": ""},
+            "got no SLURM_JOB_ID, expected a job of Slurm's: sbatch tools/launch/",
+        ),
+        (["--gin_file=f"], {"SLURM_SUBMIT_DIR": "/"}, "got / to start in, expected the repository's root: call sbatch"),
+        (["--gin_file=f", "--run_dir"], {}, "--run_dir: got nothing after it, expected a folder"),
         (
             ["--gin_file=f"],
             {"SLURM_NNODES": "3"},
-            "got 2 names for SLURM_JOB_NODELIST=node-[a-b], wanted SLURM_NNODES=3",
+            "got 2 names for SLURM_JOB_NODELIST=node-[a-b], expected SLURM_NNODES=3",
         ),
     ],
 )

@@ -78,18 +78,22 @@ def test_without_devices_there_is_one_rank(tmp_path: Path, listing: str) -> None
 @pytest.mark.parametrize(
     ("given", "env", "complaint"),
     [
-        ([], {}, "got no --gin_file, wanted one, as in --gin_file run/arithmetic.gin"),
-        (["--gin_param", "gin_file=1"], {}, "got no --gin_file, wanted one, as in --gin_file run/arithmetic.gin"),
-        (["--gin_file=f"], {"NPROC": "two"}, "NPROC: got 'two', wanted a whole number from 1"),
-        (["--gin_file=f"], {"NPROC": "0"}, "NPROC: got '0', wanted a whole number from 1"),
-        (["--max-restarts=-1", "--gin_file=f"], {}, "--max-restarts: got '-1', wanted a whole number from 0"),
-        (["--nproc"], {}, "--nproc: got nothing after it, wanted a whole number"),
+        ([], {}, "got no --gin_file, expected one, as in --gin_file run/arithmetic.gin"),
+        (["--gin_param", "gin_file=1"], {}, "got no --gin_file, expected one, as in --gin_file run/arithmetic.gin"),
+        (["--gin_file=f"], {"NPROC": "two"}, "NPROC: got 'two', expected a whole number from 1"),
+        (["--gin_file=f"], {"NPROC": "0"}, "NPROC: got '0', expected a whole number from 1"),
+        (["--max-restarts=-1", "--gin_file=f"], {}, "--max-restarts: got '-1', expected a whole number from 0"),
+        (["--nproc"], {}, "--nproc: got nothing after it, expected a whole number"),
         (
             ["--gin_file=f"],
             {"PYTHON": "/bin/false"},
-            "got no torchrun from /bin/false, wanted a Python with this project",
+            "got no torchrun from /bin/false, expected a Python with this project",
         ),
-        (["--gin_file=f"], {"PYTHON": "/no/such"}, "got no torchrun from /no/such, wanted a Python with this project"),
+        (
+            ["--gin_file=f"],
+            {"PYTHON": "/no/such"},
+            "got no torchrun from /no/such, expected a Python with this project",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_starts_nothing(given: list[str], env: dict[str, str], complaint: str) -> None:
@@ -117,7 +121,7 @@ def test_bad_input_of_the_trainer_is_not_tried_again(tmp_path: Path) -> None:
     (tmp_path / "a.gin").unlink()
     done = run([SCRIPT, "--nproc=1", *given], environment())
     assert done.returncode == 2
-    assert done.stderr.count("wanted a gin file") == 1
+    assert done.stderr.count("expected a gin file") == 1
 
 
 @pytest.mark.slow
@@ -126,7 +130,7 @@ def test_bad_input_that_two_ranks_find_is_one_line(tmp_path: Path) -> None:
     done = run([SCRIPT, "--nproc=2", *given], environment(MODULE="grpo_fn.run"))
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert "got 'none', wanted a gin value" in line
+    assert "got 'none', expected a gin value" in line
     assert not any(word in done.stderr for word in ("signal", "workers", "OMP_NUM_THREADS", "Traceback")), done.stderr
     assert not (tmp_path / "run").exists()
 

@@ -54,9 +54,9 @@ def test_the_module_sees_what_it_would_see_under_python_m(tmp_path: Path) -> Non
     plain = subprocess.run(
         [sys.executable, "-m", "mod", "--flag", "a b", ""], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
-    seen, wanted = json.loads(out.splitlines()[1]), json.loads(plain.stdout)
-    assert (seen[3], wanted[3]) == ("", str(tmp_path))  # two names of one folder
-    assert seen[:3] == wanted[:3]
+    seen, expected = json.loads(out.splitlines()[1]), json.loads(plain.stdout)
+    assert (seen[3], expected[3]) == ("", str(tmp_path))  # two names of one folder
+    assert seen[:3] == expected[:3]
 
 
 def test_a_rank_dies_with_its_agent(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_words(answer: str, value: float | None) -> None:
     ("knobs", "complaint"),
     [
         ({"endpoint": ""}, "endpoint: got ''"),
-        ({"endpoint": "localhost:8000"}, "wanted an address like"),
+        ({"endpoint": "localhost:8000"}, "expected an address like"),
         ({"endpoint": "http://me:secret@host/v1"}, "a user or a password"),
         ({"model": " "}, "model: got ' '"),
         ({"name": ""}, "name: got ''"),
@@ -188,7 +188,7 @@ def test_words(answer: str, value: float | None) -> None:
         ({"read": lambda answer, mark: 0.0}, "got 0.0 of an empty answer"),
     ],
 )
-def test_what_is_no_judge_is_refused_with_got_and_wanted(knobs: dict[str, Any], complaint: str) -> None:
+def test_what_is_no_judge_is_refused_with_got_and_expected(knobs: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=re.escape(complaint)) as raised:
         judge(**knobs)
     assert "secret" not in str(raised.value)
@@ -210,7 +210,7 @@ def test_a_judge_where_it_is_not_asked_is_refused() -> None:
     def cosine(problem: Problem, completion: Completion, *, verdict: Any) -> float:
         return verdict(problem, completion)
 
-    with pytest.raises(ValueError, match=r"got it as a knob of .*cosine, wanted it among the parts"):
+    with pytest.raises(ValueError, match=r"got it as a knob of .*cosine, expected it among the parts"):
         [*judges_of([partial(cosine, verdict=judge())])]
-    with pytest.raises(TypeError, match="wanted its rows scored by a reward pool"):
+    with pytest.raises(TypeError, match="expected its rows scored by a reward pool"):
         judge()(PROBLEM, Completion("5", 1, False))

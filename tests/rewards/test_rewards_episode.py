@@ -21,8 +21,8 @@ def episode(gains, calls=()):
 @given(st.lists(rewards, max_size=5), st.sampled_from([0.0, 0.5, 1.0]))
 def test_the_total_is_the_discounted_sum(gains, gamma):
     got = total_reward(ASKED, episode(gains), gamma=gamma)
-    wanted = None if None in gains else sum(gamma**k * gain for k, gain in enumerate(gains))
-    assert got == pytest.approx(wanted)
+    expected = None if None in gains else sum(gamma**k * gain for k, gain in enumerate(gains))
+    assert got == pytest.approx(expected)
 
 
 @given(st.lists(rewards, max_size=5))
@@ -37,12 +37,12 @@ def test_a_tool_was_used_in_any_turn(calls):
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.1])
 def test_a_discount_outside_its_range_is_refused(gamma):
-    with pytest.raises(ValueError, match=rf"gamma: got {gamma}, wanted 0 to 1"):
+    with pytest.raises(ValueError, match=rf"gamma: got {gamma}, expected 0 to 1"):
         total_reward(ASKED, episode([1.0]), gamma=gamma)
 
 
 @pytest.mark.parametrize(
-    ("rewards", "calls", "wanted"),
+    ("rewards", "calls", "expected"),
     [
         ([0.0, 1.0], [1, 0], 1.0),
         ([1.0], [0], 0.0),
@@ -51,5 +51,5 @@ def test_a_discount_outside_its_range_is_refused(gamma):
         ([], [], None),
     ],
 )
-def test_a_tool_counts_where_the_answer_is_right(rewards, calls, wanted):
-    assert right_with_tool(ASKED, episode(rewards, calls)) == wanted
+def test_a_tool_counts_where_the_answer_is_right(rewards, calls, expected):
+    assert right_with_tool(ASKED, episode(rewards, calls)) == expected

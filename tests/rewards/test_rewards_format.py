@@ -126,7 +126,7 @@ def test_a_tag_that_the_prompt_opened_is_as_good_as_one_of_the_completion(text):
 @pytest.mark.parametrize("bad", [(), "think", ("think", "think"), ("",), ("<think>",), ("a|b",), ("1",), ("a b", "c")])
 @pytest.mark.parametrize("fn", [answer_tags, answer_tags_by_prompt])
 def test_tags_that_are_no_names_are_refused(bad, fn):
-    with pytest.raises(ValueError, match="wanted different names"):
+    with pytest.raises(ValueError, match="expected different names"):
         tags("<think>6 * 7</think>", bad, fn=fn)
 
 

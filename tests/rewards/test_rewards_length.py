@@ -25,12 +25,12 @@ def overlong(length, max_length, cache_length, text="", truncated=False):
 def test_soft_overlong_punishment_is_equation_13_of_dapo(length, limit):
     most, cache = limit
     if length <= most - cache:
-        wanted = 0.0
+        expected = 0.0
     elif length <= most:
-        wanted = ((most - cache) - length) / cache
+        expected = ((most - cache) - length) / cache
     else:
-        wanted = -1.0
-    assert overlong(length, most, cache) == wanted
+        expected = -1.0
+    assert overlong(length, most, cache) == expected
 
 
 @given(lengths, limits)
@@ -106,7 +106,7 @@ def test_golden_cosine_reward():
 
 
 def test_a_cosine_over_no_tokens_is_refused():
-    with pytest.raises(ValueError, match="got 0, wanted at least 1"):
+    with pytest.raises(ValueError, match="got 0, expected at least 1"):
         cosine("right", 0, 0)
 
 
@@ -121,8 +121,8 @@ words = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=12)
 def test_repetition_is_the_share_of_ngrams_that_were_there_before(said, ngram, penalty):
     grams = [tuple(said[i : i + ngram]) for i in range(len(said) - ngram + 1)]
     again = sum(gram in grams[:i] for i, gram in enumerate(grams))
-    wanted = -penalty * again / len(grams) if grams else 0.0
-    assert repeated(" ".join(said), ngram, penalty) == pytest.approx(wanted, abs=1e-12)
+    expected = -penalty * again / len(grams) if grams else 0.0
+    assert repeated(" ".join(said), ngram, penalty) == pytest.approx(expected, abs=1e-12)
 
 
 @given(texts, st.integers(1, 4), st.floats(0, 4))

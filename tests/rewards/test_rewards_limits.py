@@ -60,7 +60,7 @@ def test_the_rewards_of_a_table_share_the_longest_of_their_deadlines(default, on
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
 def test_no_time_at_all_is_refused(limit):
-    with pytest.raises(ValueError, match=f"seconds: got {limit}, wanted more than 0"):
+    with pytest.raises(ValueError, match=f"seconds: got {limit}, expected more than 0"):
         seconds_of(partial(with_timeout, reward=correct, seconds=limit), 5.0)
 
 

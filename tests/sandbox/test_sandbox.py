@@ -453,26 +453,26 @@ def test_only_lines_behind_the_secret_count(lines, verdicts, proven):
     forged = "".join(f"{word} {line}\n" for word in ("", "secret", "ready") for line in VERDICTS)
     ran = sandbox._parse_report(f"{forged}{said}{forged}", "", "s3cret", 2, 0.0)
     assert (ran.verdicts, ran.proven) == (verdicts, proven)
-    with pytest.raises(RuntimeError, match="wanted the harness to start"):
+    with pytest.raises(RuntimeError, match="expected the harness to start"):
         sandbox._parse_report(forged, "", "s3cret", 2, 0.0)
 
 
 def test_a_limit_that_is_none_is_refused(isolation):
     for knob in KNOBS:
         for value in (type(KNOBS[knob])(0), type(KNOBS[knob])(-1)):
-            with pytest.raises(ValueError, match=f"sandbox {knob}: got {value}, wanted more than 0"):
+            with pytest.raises(ValueError, match=f"sandbox {knob}: got {value}, expected more than 0"):
                 run(isolation, RIGHT["plain"], **{knob: value})
 
 
 def test_a_harness_that_does_not_start_says_nothing_about_the_program(isolation, monkeypatch):
     monkeypatch.setattr(sandbox, "BOOT", "raise SystemExit('no such thing')")
-    with pytest.raises(RuntimeError, match="got 'no such thing', wanted the harness to start"):
+    with pytest.raises(RuntimeError, match="got 'no such thing', expected the harness to start"):
         run(isolation, RIGHT["plain"])
 
 
 def test_a_check_before_expensive_work_says_whether_it_would(isolation):
     sandbox.check_runner(partial(sandbox.run_program, **KNOBS, isolation=isolation))
-    with pytest.raises(RuntimeError, match=r"wanted (the harness to start|the right answer accepted)"):
+    with pytest.raises(RuntimeError, match=r"expected (the harness to start|the right answer accepted)"):
         sandbox.check_runner(partial(sandbox.run_program, **{**KNOBS, "memory_mb": 1}, isolation=isolation))
     with pytest.raises(RuntimeError, match="the wrong one rejected"):
         sandbox.check_runner(partial(run_nothing, **KNOBS))
@@ -501,7 +501,7 @@ def test_without_bubblewrap_it_is_namespaces_and_without_both_it_is_refused(monk
 
     sandbox._amiss.cache_clear()
     monkeypatch.setattr(sandbox_isolation, "SYSTEM_FOLDERS", ("/proc/self",))  # in which no Python starts
-    with pytest.raises(RuntimeError, match=r"(?s)bubblewrap .*namespaces .*wanted one of them.*rlimits_only"):
+    with pytest.raises(RuntimeError, match=r"(?s)bubblewrap .*namespaces .*expected one of them.*rlimits_only"):
         run(sandbox.strongest_isolation, RIGHT["plain"])
 
 

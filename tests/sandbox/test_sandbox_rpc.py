@@ -66,21 +66,21 @@ def refused(value):
     raise Unsendable(f"{value!r}")
 
 
-def same(got, wanted):
+def same(got, expected):
     """Equal, of one type, throughout; a nan is one."""
-    if type(got) is not type(wanted):
+    if type(got) is not type(expected):
         return False
-    if isinstance(wanted, list | tuple | collections.deque):
-        return len(got) == len(wanted) and all(map(same, got, wanted))
-    if isinstance(wanted, dict):
-        return same(list(got.items()), list(wanted.items()))
-    if isinstance(wanted, float):
-        return got.hex() == wanted.hex()
-    if isinstance(wanted, complex):
-        return same((got.real, got.imag), (wanted.real, wanted.imag))
-    if isinstance(wanted, decimal.Decimal):
-        return str(got) == str(wanted)
-    return got == wanted
+    if isinstance(expected, list | tuple | collections.deque):
+        return len(got) == len(expected) and all(map(same, got, expected))
+    if isinstance(expected, dict):
+        return same(list(got.items()), list(expected.items()))
+    if isinstance(expected, float):
+        return got.hex() == expected.hex()
+    if isinstance(expected, complex):
+        return same((got.real, got.imag), (expected.real, expected.imag))
+    if isinstance(expected, decimal.Decimal):
+        return str(got) == str(expected)
+    return got == expected
 
 
 @given(PLAIN)
@@ -123,13 +123,13 @@ def test_whatever_bytes_come_make_plain_values_or_an_ordinary_error(data, draw):
 def test_nothing_but_the_types_of_the_table_is_rebuilt(name):
     body = name.encode()
     data = b"r" + len(body).to_bytes(4, "big") + body + encode(("1",), refused)
-    with pytest.raises(ValueError, match="wanted one of"):
+    with pytest.raises(ValueError, match="expected one of"):
         Reader(data, refused).value()
 
 
 @pytest.mark.parametrize("tag", [b"l", b"t", b"e", b"z", b"d", b"s", b"i"])
 def test_a_size_that_is_a_lie_allocates_nothing(tag):
-    with pytest.raises(ValueError, match="wanted"):
+    with pytest.raises(ValueError, match="expected"):
         Reader(tag + b"\xff" * 4 + b"N" * 64, refused).value()
 
 
@@ -268,12 +268,12 @@ def test_calls_take_and_return_plain_values(world, value):
 @given(value=PLAIN)
 def test_nothing_plain_equals_what_equals_everything(world, value):
     everything = world.Everything()
-    for got, wanted in (
+    for got, expected in (
         *((everything, value), (value, everything), ([everything], [value]), ((everything, 1), (value, 1))),
         *(({"a": everything}, {"a": value}), ([[everything]], [[value]])),
     ):
-        assert operator.eq(got, wanted) is False
-        assert operator.ne(got, wanted) is True
+        assert operator.eq(got, expected) is False
+        assert operator.ne(got, expected) is True
     assert value not in [everything]
 
 
@@ -427,7 +427,7 @@ def test_the_program_reaches_nothing_of_the_judges_but_what_it_was_lent():
     for op, args in (("getattr", (lent, "__closure__")), ("load", ((), ())), ("call", ("eval", "1")), ("held", ([],))):
         judge._answer("ask", op, args, {})
         assert b"raised" in said[-1]
-    with pytest.raises(ValueError, match="wanted a question"):
+    with pytest.raises(ValueError, match="expected a question"):
         judge._answer("do", "call", (lent, 1), {})
     with pytest.raises(Unsendable):
         encode(getattr, refused)  # built-in functions have no name here at all

@@ -112,5 +112,5 @@ def test_the_numbers_are_those_of_the_kernels_headers(header, place):
 
 
 def test_another_machine_is_refused():
-    with pytest.raises(ValueError, match="got a riscv64 machine, wanted x86_64 or aarch64"):
+    with pytest.raises(ValueError, match="got a riscv64 machine, expected x86_64 or aarch64"):
         rules.syscall_filter("riscv64", alone=False)

@@ -71,7 +71,7 @@ def obeys(problem, completion, *, bonus=0.0):
 
 async def later(problem, completion, *, unit):
     await asyncio.sleep(0.01)
-    return float(completion.text == problem.meta["wanted"] + unit)
+    return float(completion.text == problem.meta["expected"] + unit)
 
 def nowhere(limits):
     raise RuntimeError("no isolation here")
@@ -149,8 +149,8 @@ def test_a_row_is_carried_along_byte_for_byte(line: bytes, outcome: Outcome, suf
     assert out.endswith(b"}\n")
     assert out.count(b"\n") == 1
     after = json.loads(out)
-    wanted = [verdict_name(outcome.value), outcome.value, outcome.reason, round(outcome.seconds, 6)]
-    assert [after.pop(name) for name in verdict_names(suffix)] == wanted
+    expected = [verdict_name(outcome.value), outcome.value, outcome.reason, round(outcome.seconds, 6)]
+    assert [after.pop(name) for name in verdict_names(suffix)] == expected
     assert after == row
     assert list(after) == list(row)
 
@@ -172,9 +172,9 @@ def test_lines_are_those_of_the_stream_however_it_arrives(parts: list[bytes], ta
         assert not lines.ended
         lines.fill()
     numbered = enumerate(whole.split(b"\n"), start=1)
-    wanted = [(f"rows:{number}", number, line) for number, line in numbered if line.strip(b" \t\r")]
+    expected = [(f"rows:{number}", number, line) for number, line in numbered if line.strip(b" \t\r")]
     assert lines.ended
-    assert list(lines.ready) == wanted
+    assert list(lines.ready) == expected
 
 
 @pytest.fixture(scope="module")
@@ -216,20 +216,20 @@ def test_every_row_comes_back_in_order_with_its_own_verdict(pool: RewardPool, ro
 
 
 BAD = {
-    "no JSON": (b"oops", "got b'oops', wanted a JSON object"),
-    "half a row": (b'{"completion": "1"', "wanted a JSON object"),
-    "two rows": (b'{"completion": "1"} {"completion": "1"}', "wanted a JSON object"),
-    "a list": (b"[1]", "got a JSON list, wanted an object"),
-    "nothing in it": (b"{}", "got the fields none, wanted text in 'completion'"),
-    "another name": (b'{"text": "1"}', "got the fields 'text', wanted text in 'completion'"),
-    "no text": (b'{"completion": 1}', "got 'completion': 1, wanted text"),
-    "null": (b'{"completion": null}', "got 'completion': null, wanted text"),
+    "no JSON": (b"oops", "got b'oops', expected a JSON object"),
+    "half a row": (b'{"completion": "1"', "expected a JSON object"),
+    "two rows": (b'{"completion": "1"} {"completion": "1"}', "expected a JSON object"),
+    "a list": (b"[1]", "got a JSON list, expected an object"),
+    "nothing in it": (b"{}", "got the fields none, expected text in 'completion'"),
+    "another name": (b'{"text": "1"}', "got the fields 'text', expected text in 'completion'"),
+    "no text": (b'{"completion": 1}', "got 'completion': 1, expected text"),
+    "null": (b'{"completion": null}', "got 'completion': null, expected text"),
     "scored before": (b'{"completion": "1", "reason": "x"}', "got a row with 'reason' already"),
-    "Latin-1": ('{"completion": "é"}'.encode("latin-1"), "wanted a JSON object in UTF-8"),
-    "UTF-16": ('{"completion": "1"}'.encode("utf-16"), "wanted a JSON object in UTF-8"),
-    "a zero byte": (b'{"completion": "\0"}', "wanted a JSON object"),
-    "deep": (b'{"completion": "1", "a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "wanted a JSON object"),
-    "a long number": (b'{"completion": "1", "a": ' + b"9" * 10**4 + b"}", "wanted a JSON object"),
+    "Latin-1": ('{"completion": "é"}'.encode("latin-1"), "expected a JSON object in UTF-8"),
+    "UTF-16": ('{"completion": "1"}'.encode("utf-16"), "expected a JSON object in UTF-8"),
+    "a zero byte": (b'{"completion": "\0"}', "expected a JSON object"),
+    "deep": (b'{"completion": "1", "a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "expected a JSON object"),
+    "a long number": (b'{"completion": "1", "a": ' + b"9" * 10**4 + b"}", "expected a JSON object"),
 }
 
 
@@ -251,7 +251,7 @@ def test_a_row_of_a_runs_rollouts_is_scored_as_it_stands() -> None:
     row = {"uid": 7, "g": 0, "prompt": "1 + 1?", "text": "2", "answer": "2", "reward": 0.0, "length": 3, "tokens": [1]}
     problem, completion = parse_row("here", 1, json.dumps(row).encode(), needs=["answer"], suffix="")
     assert (completion.text, completion.length, problem.answer) == ("2", 3, "2")
-    with pytest.raises(ValueError, match="wanted text in 'completion'"):  # of MBPP: the task, with no completion
+    with pytest.raises(ValueError, match="expected text in 'completion'"):  # of MBPP: the task, with no completion
         parse_row("here", 1, b'{"task_id": 7, "text": "Write a function"}', needs=[], suffix="")
 
 
@@ -286,16 +286,16 @@ TURN = Turn("a", 1, "b", 0.5, "s")._asdict()
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        ("a", "here: got 'turns': \"a\", wanted a list with an object for each turn"),
-        (["a"], "here: got 'turns': [\"a\"], wanted a list with an object for each turn"),
-        ([TURN, {**TURN, "role": "user"}], "here, turn 2: got 'role', wanted the fields text, length, observation"),
-        ([{"text": "a"}], "here, turn 1: got no 'length', wanted the fields text, length, observation"),
-        ([{**TURN, "length": -1}], "here, turn 1: got 'length': -1, wanted a number of sampled tokens"),
-        ([{**TURN, "reward": "1"}], "here, turn 1: got 'reward': \"1\", wanted a finite number, or null"),
-        ([{**TURN, "reward": float("nan")}], "here, turn 1: got 'reward': NaN, wanted a finite number, or null"),
+        ("a", "here: got 'turns': \"a\", expected a list with an object for each turn"),
+        (["a"], "here: got 'turns': [\"a\"], expected a list with an object for each turn"),
+        ([TURN, {**TURN, "role": "user"}], "here, turn 2: got 'role', expected the fields text, length, observation"),
+        ([{"text": "a"}], "here, turn 1: got no 'length', expected the fields text, length, observation"),
+        ([{**TURN, "length": -1}], "here, turn 1: got 'length': -1, expected a number of sampled tokens"),
+        ([{**TURN, "reward": "1"}], "here, turn 1: got 'reward': \"1\", expected a finite number, or null"),
+        ([{**TURN, "reward": float("nan")}], "here, turn 1: got 'reward': NaN, expected a finite number, or null"),
         ([{**TURN, "reward": 10**400}], "here, turn 1: got 'reward': 1000"),
-        ([{**TURN, "limit": "time"}], "here, turn 1: got 'limit': \"time\", wanted an empty text or one of turns"),
-        ([{**TURN, "state": None}], "here, turn 1: got 'state': null, wanted text"),
+        ([{**TURN, "limit": "time"}], "here, turn 1: got 'limit': \"time\", expected an empty text or one of turns"),
+        ([{**TURN, "state": None}], "here, turn 1: got 'state': null, expected text"),
     ],
 )
 def test_turns_that_are_none_are_refused(wrong: object, complaint: str) -> None:
@@ -326,9 +326,9 @@ def test_what_a_reward_needs_has_to_be_there(needs: str, field: str, fits: list,
     for value in fits:
         ask(**{field: value})
     for value in misfits:
-        with pytest.raises(ValueError, match=f"here: got '{needs}': .*wanted .*'{field}'"):
+        with pytest.raises(ValueError, match=f"here: got '{needs}': .*expected .*'{field}'"):
             ask(**{field: value})
-    with pytest.raises(ValueError, match="here: got the fields 'completion', wanted"):
+    with pytest.raises(ValueError, match="here: got the fields 'completion', expected"):
         ask()
 
 
@@ -372,7 +372,7 @@ def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch, pool:
     (row,) = rows_of("1").splitlines()
     first, error = stream(pool, row + b"\n" + b"x" * 2 * 10**6)
     assert json.loads(first)["verdict"] == "right"
-    assert error == b"rows:2: got a line of more than 1000000 bytes, wanted a shorter one"
+    assert error == b"rows:2: got a line of more than 1000000 bytes, expected a shorter one"
 
 
 # The command
@@ -392,7 +392,7 @@ def test_whatever_a_row_does_costs_that_row_only_and_says_why(folder: Path) -> N
         "allocate": ("unscorable", None, "worker died: over the memory limit of 1024 MB"),
         "raise": ("unscorable", None, "KeyError: 'boom'"),
         "none": ("unscorable", None, "the reward returned None"),
-        "nan": ("unscorable", None, "ValueError: reward: got float nan, wanted a finite number or None"),
+        "nan": ("unscorable", None, "ValueError: reward: got float nan, expected a finite number or None"),
         "print": ("right", 1.0, ""),
         "torch": ("wrong", 0.0, ""),
         "z": ("right", 1.0, ""),
@@ -408,7 +408,7 @@ def test_whatever_a_row_does_costs_that_row_only_and_says_why(folder: Path) -> N
 
 def test_published_answers_are_right_and_others_wrong_through_pipes_and_files(tmp_path: Path) -> None:
     source = [json.loads(line) for line in (published("gsm8k") / "test.jsonl").read_text().splitlines()]
-    wanted = []
+    expected = []
     with open(tmp_path / "rows.jsonl", "w") as file:
         for number, row in enumerate(source):
             gold = row["answer"].rpartition("####")[2].strip()
@@ -418,7 +418,7 @@ def test_published_answers_are_right_and_others_wrong_through_pipes_and_files(tm
                 (rf"{row['answer']} No: \boxed{{{gold}1}}", "wrong"),
                 ("I do not know.", "wrong"),
             ][number % 4]
-            wanted.append(verdict)
+            expected.append(verdict)
             file.write(json.dumps({**row, "completion": text}) + "\n")
     flags = ["--input", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "scored.jsonl")]
     code, out, said = score(tmp_path, b"", *flags, reward="math")
@@ -426,12 +426,12 @@ def test_published_answers_are_right_and_others_wrong_through_pipes_and_files(tm
     assert said.startswith(f"{len(source)} rows in ")
     assert said.count("\n") == 1
     rows = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
-    assert [row["verdict"] for row in rows] == wanted
+    assert [row["verdict"] for row in rows] == expected
     assert [(row["question"], row["answer"]) for row in rows] == [(row["question"], row["answer"]) for row in source]
     first = b"".join((tmp_path / "scored.jsonl").read_bytes().splitlines(keepends=True)[:100])
     code, twice, _ = score(tmp_path, first, "--field_suffix", "_lenient", reward="lenient")
     assert code == 0
-    assert [row["verdict"] for row in twice] == wanted[:100]
+    assert [row["verdict"] for row in twice] == expected[:100]
     for row in twice:
         assert (row["score"], row["reason"]) == (float(row["verdict"] == "right"), "")
         assert row["verdict_lenient"] in (row["verdict"], "right")
@@ -477,7 +477,7 @@ def test_a_program_that_is_cut_off_says_why_and_one_that_prints_much_is_right(tm
 
 
 def test_a_reward_of_ones_own_has_knobs_and_sees_the_whole_row(folder: Path) -> None:
-    data = rows_of("3 km", wanted="3 ") + rows_of("3 m", wanted="3 ")
+    data = rows_of("3 km", expected="3 ") + rows_of("3 m", expected="3 ")
     code, rows, _ = score(folder, data, "--reward_param", "unit='km'", reward="mine.later")
     assert code == 0
     assert [row["score"] for row in rows] == [1.0, 0.0]
@@ -496,31 +496,34 @@ def test_a_reward_of_ones_own_has_knobs_and_sees_the_whole_row(folder: Path) -> 
 
 
 REFUSED = {
-    "a word": (["mathh"], "got 'mathh', wanted math, math_evaluated, lenient"),
-    "no module": (["nosuch.f"], "got 'nosuch.f', wanted a module that can be imported"),
-    "no function": (["mine.obey"], "wanted a function of mine; did you mean obeys?"),
-    "no name": (["mine..obeys"], "got 'mine..obeys', wanted"),
-    "another signature": (["json.loads"], "wanted f(problem, completion)"),
+    "a word": (["mathh"], "got 'mathh', expected math, math_evaluated, lenient"),
+    "no module": (["nosuch.f"], "got 'nosuch.f', expected a module that can be imported"),
+    "no function": (["mine.obey"], "expected a function of mine; did you mean obeys?"),
+    "no name": (["mine..obeys"], "got 'mine..obeys', expected"),
+    "another signature": (["json.loads"], "expected f(problem, completion)"),
     "no knob": (
         ["mine.obeys", "--reward_param", "bonsu=1"],
-        "got a binding for bonsu, wanted one of bonus; did you mean bonus?",
+        "got a binding for bonsu, expected one of bonus; did you mean bonus?",
     ),
-    "a knob missing": (["mine.later"], "mine.later: got no value for unit, wanted --reward_param unit=VALUE"),
-    "no literal": (["mine.later", "--reward_param", "unit=km"], "--reward_param: got 'unit=km', wanted KNOB=VALUE"),
+    "a knob missing": (["mine.later"], "mine.later: got no value for unit, expected --reward_param unit=VALUE"),
+    "no literal": (["mine.later", "--reward_param", "unit=km"], "--reward_param: got 'unit=km', expected KNOB=VALUE"),
     "a knob of no function": (
         ["mine.obeys", "--reward_param", "bonus.x=1"],
         "--reward_param bonus.x: got a knob of no function",
     ),
-    "no workers": (["mine.obeys", "--workers", "0"], "workers: got 0, wanted more than 0"),
-    "no time": (["mine.obeys", "--timeout", "nan"], "timeout_per_completion: got nan, wanted more than 0"),
+    "no workers": (["mine.obeys", "--workers", "0"], "workers: got 0, expected more than 0"),
+    "no time": (["mine.obeys", "--timeout", "nan"], "timeout_per_completion: got nan, expected more than 0"),
     "no memory": (["mine.obeys", "--memory_mb", "16"], "16 MB"),
     "no input": (["mine.obeys", "--input", "nosuch.jsonl"], "nosuch.jsonl"),
     "a folder": (["mine.obeys", "--input", "."], "'.'"),
     "output that is there": (["mine.obeys", "--output", "mine.py"], "--output: got mine.py, which holds something"),
     "itself": (["mine.obeys", "--input", "mine.py", "--output", "mine.py"], "--output: got mine.py"),
-    "no tests": (["code"], "standard input:1: got the fields 'completion', wanted a list of asserts in 'tests' or"),
+    "no tests": (["code"], "standard input:1: got the fields 'completion', expected a list of asserts in 'tests' or"),
     "no sandbox": (["code", "--reward_param", "run.isolation=@mine.nowhere"], "error: no isolation here"),
-    "a needed field": (["math"], "standard input:1: got the fields 'completion', wanted text or a number in 'answer'"),
+    "a needed field": (
+        ["math"],
+        "standard input:1: got the fields 'completion', expected text or a number in 'answer'",
+    ),
 }
 
 
@@ -540,7 +543,7 @@ def test_a_bad_row_ends_with_2_and_what_came_before_is_written(folder: Path) -> 
     code, rows, said = score(folder, rows_of("a", "sleep 0.5") + b"oops\n" + rows_of("b"))
     assert code == 2
     assert [row["completion"] for row in rows] == ["a", "sleep 0.5"]
-    assert "standard input:3: got b'oops', wanted a JSON object" in said
+    assert "standard input:3: got b'oops', expected a JSON object" in said
 
 
 def test_no_rows_are_no_error(folder: Path) -> None:

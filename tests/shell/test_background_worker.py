@@ -109,7 +109,9 @@ def test_what_is_late_is_named_and_where_it_is(worker: BackgroundWorker) -> None
     gate = Event()
     worker.submit(gate.wait, SOON, what="the gate")
     worker.submit(int, what="the next one")
-    with pytest.raises(TimeoutError, match=r"^got no result of the gate within 0\.05 s, wanted one by then") as caught:
+    with pytest.raises(
+        TimeoutError, match=r"^got no result of the gate within 0\.05 s, expected one by then"
+    ) as caught:
         worker.wait(timeout=0.05)
     assert "waiter.acquire" in caught.value.__notes__[0]  # where its thread is
     gate.set()

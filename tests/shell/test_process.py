@@ -73,12 +73,12 @@ def test_deterministic_kernels_are_what_torch_cublas_and_decoding_use(monkeypatc
     # The split-KV kernel is the same code for all sizes, and may be there under both.
     monkeypatch.setattr(cuda_steps, "choose_split_kv", lambda model: split_kv_attention)
     try:
-        for wanted in (True, False):
-            use_deterministic_kernels(wanted, "cuda")
-            assert fused_kernels() == [not wanted] * 3, "of scaled_dot_product_attention: with warn_only none repeats"
-            assert torch.are_deterministic_algorithms_enabled() == wanted
+        for expected in (True, False):
+            use_deterministic_kernels(expected, "cuda")
+            assert fused_kernels() == [not expected] * 3, "of scaled_dot_product_attention: with warn_only none repeats"
+            assert torch.are_deterministic_algorithms_enabled() == expected
             code = cuda_steps.build_engine(model).code
-            assert code == (cuda_steps.EAGER_CODE if wanted else compiled)._replace(split_kv=split_kv_attention)
+            assert code == (cuda_steps.EAGER_CODE if expected else compiled)._replace(split_kv=split_kv_attention)
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         use_deterministic_kernels(True, "cpu")
         assert fused_kernels() == [True] * 3, "a CPU's is the same again"
@@ -89,7 +89,7 @@ def test_deterministic_kernels_are_what_torch_cublas_and_decoding_use(monkeypatc
 @pytest.mark.parametrize("how", [torch_compile, partial(torch_compile)])
 def test_deterministic_kernels_and_compiled_blocks_are_refused(how: object) -> None:
     with pytest.raises(
-        ValueError, match=r"got True with compiled blocks.*wanted mesh\.Parallelism\.compile = @blocks\.eager"
+        ValueError, match=r"got True with compiled blocks.*expected mesh\.Parallelism\.compile = @blocks\.eager"
     ):
         check_deterministic(True, how)
     check_deterministic(False, how)

@@ -141,8 +141,8 @@ def test_same_raises_on_all_and_names_the_first_that_differs(data, size):
     odd = [rank for rank, x in enumerate(brought) if x != brought[0]]
     for error, text, _ in crew(size).run(same_as, brought):
         if odd:
-            wanted = f"the seed: got {brought[odd[0]]} on rank {odd[0]}, wanted {brought[0]} as on rank 0"
-            assert (error, text) == ("RuntimeError", wanted)
+            expected = f"the seed: got {brought[odd[0]]} on rank {odd[0]}, expected {brought[0]} as on rank 0"
+            assert (error, text) == ("RuntimeError", expected)
         else:
             assert error == ""
 
@@ -260,7 +260,7 @@ def test_a_rank_that_waits_where_nothing_raises_is_ended_and_says_where_it_was()
     assert outcomes[1].status == EXIT_LOST
     said = outcomes[1].said
     assert "rank 1 of 2 at step 4, phase train: waited 1 s for the other ranks in something without an end" in said
-    assert "wanted at most 0.5; the same command goes on from the newest checkpoint" in said
+    assert "expected at most 0.5; the same command goes on from the newest checkpoint" in said
     assert "in stuck" in said  # where every thread was
 
 
@@ -299,7 +299,7 @@ def test_collectives_that_a_gpu_has_queued_and_never_does_end_the_rank_with_step
     assert outcomes[1].status == EXIT_LOST
     said = outcomes[1].said
     assert "rank 1 of 2 at step 4, phase train: waited" in said
-    assert "for the other ranks in forward, wanted at most 0.5" in said
+    assert "for the other ranks in forward, expected at most 0.5" in said
 
 
 @pytest.mark.parametrize(("device", "more"), [("cpu", 0.0), ("cuda", world_module.NCCL_GRACE)])
@@ -335,7 +335,7 @@ def test_what_is_waited_for_is_the_innermost_and_then_nothing():
 
 @pytest.mark.parametrize("deadline", [0.0, -1.0])
 def test_a_deadline_that_is_none_is_refused(deadline):
-    with pytest.raises(ValueError, match=rf"deadline: got {deadline} s, wanted more than 0"):
+    with pytest.raises(ValueError, match=rf"deadline: got {deadline} s, expected more than 0"):
         World(0, 1, CPU, deadline=deadline)
 
 
@@ -404,7 +404,7 @@ def test_one_process_computes_on_the_card_that_it_was_given(monkeypatch):
 
 @pytest.mark.parametrize("name", ["cuda:77", "abacus", ""])
 def test_a_device_that_is_not_there_is_refused(name):
-    with pytest.raises(ValueError, match=f"got device {name!r}, wanted one that exists here: auto, cpu"):
+    with pytest.raises(ValueError, match=f"got device {name!r}, expected one that exists here: auto, cpu"):
         find_device(name, 0)
 
 
@@ -431,10 +431,10 @@ few = st.integers(1, 4)
 @given(few, few, few, few)
 def test_the_shape_multiplies_to_the_ranks_and_rest_is_what_is_left(replicate, shard, tensor, on_host):
     ranks = prod((replicate, shard, tensor))
-    wanted = (replicate, shard, tensor)
-    assert scale(replicate, shard, tensor).shape(ranks, on_host) == wanted
-    assert scale(REST, shard, tensor).shape(ranks, on_host) == wanted
-    assert scale(replicate, REST, tensor).shape(ranks, on_host) == wanted
+    expected = (replicate, shard, tensor)
+    assert scale(replicate, shard, tensor).shape(ranks, on_host) == expected
+    assert scale(REST, shard, tensor).shape(ranks, on_host) == expected
+    assert scale(replicate, REST, tensor).shape(ranks, on_host) == expected
 
 
 @given(few, few, few)
@@ -452,7 +452,7 @@ sizes_of_mesh = st.one_of(st.integers(-1, 5), st.sampled_from([REST, HOST, "all"
 def test_a_shape_is_right_or_refused(replicate, shard, tensor, ranks, on_host):
     error, text, shape = outcome_of(alone(CPU), partial(scale(replicate, shard, tensor).shape, ranks, on_host))
     if error:
-        assert (error, bool(re.match(r"parallelism: got .*, wanted ", text))) == ("ValueError", True)
+        assert (error, bool(re.match(r"parallelism: got .*, expected ", text))) == ("ValueError", True)
         return
     assert prod(shape) == ranks
     assert all(n >= 1 for n in shape)
@@ -468,7 +468,7 @@ def test_a_shape_is_right_or_refused(replicate, shard, tensor, ranks, on_host):
         ((1, REST, 0), "got {'tp': 0}"),
         ((REST, REST, 1), "got dp_replicate and dp_shard both 'rest'"),
         ((3, REST, 1), "got dp_replicate 3 x dp_shard rest x tp 1 for 4 ranks (2 on this host)"),
-        ((1, 2, 1), "wanted a product of 4"),
+        ((1, 2, 1), "expected a product of 4"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_named(wrong, said):

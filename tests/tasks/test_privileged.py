@@ -55,5 +55,5 @@ def test_texts_may_have_braces_and_a_conversation_keeps_its_other_messages():
 
 @pytest.mark.parametrize("template", ["{prompt} {answer}", "{prompt} {", "{prompt} {}", "{prompt}"])
 def test_a_template_without_its_fields_is_refused(template):
-    with pytest.raises(ValueError, match=r"template: got '.*, wanted .*\{privileged\}"):
+    with pytest.raises(ValueError, match=r"template: got '.*, expected .*\{privileged\}"):
         privileged.with_answer(ASKED, (), 0, template=template)

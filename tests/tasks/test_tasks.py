@@ -273,7 +273,7 @@ def test_the_share_of_worked_demonstrations_is_the_one_asked_for():
     ("max_value", "operations", "test_size"), [(1, 2, 1), (3, 0, 1), (3, 2, 0), (3, 2, 10**6), (3, 2, -1)]
 )
 def test_arithmetic_sizes_that_leave_a_side_empty_are_refused(max_value, operations, test_size):
-    with pytest.raises(ValueError, match=r"got .*wanted"):
+    with pytest.raises(ValueError, match=r"got .*expected"):
         make(max_value, operations, test_size)
 
 
@@ -311,13 +311,19 @@ def test_a_line_separator_inside_a_question_does_not_cut_the_line(tmp_path):
     [
         ([], r"train\.jsonl: got an empty file"),
         (["", " "], r"train\.jsonl: got an empty file"),
-        ([*GOOD, "{oops"], r"train\.jsonl:4: got '\{oops', wanted a JSON object"),
-        (["[" * 100_000], r"train\.jsonl:1: got .*wanted a JSON object"),
-        ([GOOD[0], "", "[1]"], r"train\.jsonl:3: got a JSON list, wanted an object with question, answer"),
-        ([{"question": "?"}], r"train\.jsonl:1: got the fields question, wanted text in 'answer'"),
-        ([{"question": 3, "answer": "#### 1"}], r"train\.jsonl:1: got the fields question, answer, wanted text in 'qu"),
-        ([*GOOD, {"question": "?", "answer": "42"}], r"train\.jsonl:4: got answer '42', wanted it to end in '#### n'"),
-        ([{"question": "?", "answer": "#### "}], r"train\.jsonl:1: got answer '#### ', wanted it to end in"),
+        ([*GOOD, "{oops"], r"train\.jsonl:4: got '\{oops', expected a JSON object"),
+        (["[" * 100_000], r"train\.jsonl:1: got .*expected a JSON object"),
+        ([GOOD[0], "", "[1]"], r"train\.jsonl:3: got a JSON list, expected an object with question, answer"),
+        ([{"question": "?"}], r"train\.jsonl:1: got the fields question, expected text in 'answer'"),
+        (
+            [{"question": 3, "answer": "#### 1"}],
+            r"train\.jsonl:1: got the fields question, answer, expected text in 'qu",
+        ),
+        (
+            [*GOOD, {"question": "?", "answer": "42"}],
+            r"train\.jsonl:4: got answer '42', expected it to end in '#### n'",
+        ),
+        ([{"question": "?", "answer": "#### "}], r"train\.jsonl:1: got answer '#### ', expected it to end in"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, train, want):
@@ -332,12 +338,12 @@ def test_a_missing_folder_or_file_is_refused_with_what_is_there(tmp_path):
     with pytest.raises(ValueError, match=r"which is no folder.*has: notes\.txt"):
         benchmarks.gsm8k(data=str(tmp_path / "nowhere"), template="{question}")
     (tmp_path / "train.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="wanted UTF-8 text"):
+    with pytest.raises(ValueError, match="expected UTF-8 text"):
         benchmarks.gsm8k(data=str(tmp_path), template="{question}")
 
 
 def test_a_template_without_the_question_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"wanted one that holds \{question\}"):
+    with pytest.raises(ValueError, match=r"expected one that holds \{question\}"):
         benchmarks.gsm8k(data=folder(tmp_path), template="question")
 
 

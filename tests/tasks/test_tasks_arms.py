@@ -47,7 +47,7 @@ def test_a_problem_is_a_function_of_key_and_index_and_its_uid_says_its_arm(seed,
     problems = train_problems(task, key(seed), start, count)
     assert [problem.uid for problem in problems] == [*range(start, start + count)]
     assert problems == train_problems(TASKS[name](), key(seed), start, count)
-    with pytest.raises(ValueError, match="wanted an integer >= 0"):
+    with pytest.raises(ValueError, match="expected an integer >= 0"):
         task.train(key(seed), -1)
 
 
@@ -104,15 +104,15 @@ def test_prompts_that_are_too_long_leave_the_arms():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (partial(mixture.levels, base=partial(made, 1)), "got a task without rows, wanted rows with meta"),
+        (partial(mixture.levels, base=partial(made, 1)), "got a task without rows, expected rows with meta"),
         (partial(mixture.levels, base=lambda: from_rows([Problem(0, "a", "1", {})], [])), "got row 0 without one"),
-        (partial(mixture.rows, base=partial(made, 1), size=0), "size: got 0, wanted how many of the problems"),
-        (partial(mixture.rows, base=leveled, size=10), "size: got 10, wanted at most the 9 rows"),
+        (partial(mixture.rows, base=partial(made, 1), size=0), "size: got 0, expected how many of the problems"),
+        (partial(mixture.rows, base=leveled, size=10), "size: got 10, expected at most the 9 rows"),
         (partial(mixture.rows, base=leveled, size=-1), "size: got -1"),
         (partial(mixture.arms, tasks={"a": lambda: held_out_only(leveled().test)}), "a, which has no training rows"),
     ],
 )
-def test_what_is_refused_says_got_and_wanted(make, message):
+def test_what_is_refused_says_got_and_expected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -47,9 +47,9 @@ def levels(problems):
 def test_each_stage_asks_its_levels_in_its_ratio_and_the_last_one_goes_on(seed, stages, times, beyond):
     task, draws = made(stages, times)
     for number in range(len(stages) + beyond):
-        wanted = stages[min(number, len(stages) - 1)]
+        expected = stages[min(number, len(stages) - 1)]
         asked = levels(train_problems(task, key(seed), number * draws, draws))
-        assert asked == Counter({n: count * draws // sum(wanted.values()) for n, count in wanted.items()})
+        assert asked == Counter({n: count * draws // sum(expected.values()) for n, count in expected.items()})
 
 
 @given(seeds, st.lists(stage, min_size=1, max_size=3))
@@ -88,7 +88,7 @@ def test_the_task_counts_the_rows_of_its_levels_and_keeps_the_held_out_set():
         ([], 4, r"stages: got \[\]"),
         ([{1: 0}], 4, "each with a draw of some level"),
         ([{1: 2, 2: -1}], 4, "none below 0"),
-        ([{1: 3}, {1: 2}], 4, r"stage_draws: got 4, wanted a multiple of each stage's draws: \[3, 2\]"),
+        ([{1: 3}, {1: 2}], 4, r"stage_draws: got 4, expected a multiple of each stage's draws: \[3, 2\]"),
         ([{1: 1}], 0, "stage_draws: got 0"),
         ([{4: 1}], 1, "level 4: training rows: got 10, of which none may stay"),
     ],

@@ -101,16 +101,16 @@ def test_held_out_problems_are_not_trained_on(tmp_path):
 @pytest.mark.parametrize(
     ("row", "want"),
     [
-        ({"level": "Level 6"}, r"train\.jsonl:1: got level 'Level 6', wanted 1 to 5"),
+        ({"level": "Level 6"}, r"train\.jsonl:1: got level 'Level 6', expected 1 to 5"),
         ({"level": 0}, r"got level 0,"),
         ({"level": True}, r"got level True,"),
         ({"level": 2.0}, r"got level 2\.0,"),
         ({"level": [1]}, r"got level \[1\],"),
         ({"level": None}, r"got level None,"),
-        ({"problem": 3}, r"train\.jsonl:1: got the fields problem, .*wanted text in 'problem'"),
-        ({"answer": 3}, r"train\.jsonl:1: got the fields .*, wanted text in 'answer'"),
-        ({"type": None}, r"train\.jsonl:1: .* wanted text in 'type'"),
-        ({"problem": "a\ud800"}, r"train\.jsonl:1: got 'problem' with '\\ud800', wanted Unicode text"),
+        ({"problem": 3}, r"train\.jsonl:1: got the fields problem, .*expected text in 'problem'"),
+        ({"answer": 3}, r"train\.jsonl:1: got the fields .*, expected text in 'answer'"),
+        ({"type": None}, r"train\.jsonl:1: .* expected text in 'type'"),
+        ({"problem": "a\ud800"}, r"train\.jsonl:1: got 'problem' with '\\ud800', expected Unicode text"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, row, want):
@@ -121,11 +121,11 @@ def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, row, want):
 @pytest.mark.parametrize(
     ("knob", "want"),
     [
-        ({"levels": [6]}, r"levels: got \[6\], wanted some of those in the training files: 1, 2, 3, 4, 5, None"),
+        ({"levels": [6]}, r"levels: got \[6\], expected some of those in the training files: 1, 2, 3, 4, 5, None"),
         ({"levels": []}, r"levels: got \[\]"),
         ({"subjects": ["algebra"]}, r"subjects: got \['algebra'\].*: Algebra, Geometry"),
         ({"subjects": []}, r"subjects: got \[\]"),
-        ({"template": "{question}"}, r"template: got '\{question\}', wanted one that holds \{problem\}"),
+        ({"template": "{question}"}, r"template: got '\{question\}', expected one that holds \{problem\}"),
         ({"train": []}, r"training rows: got none|levels: got"),
         ({"test": "nowhere.jsonl"}, r"without nowhere\.jsonl"),
     ],

@@ -77,18 +77,18 @@ def test_the_setup_is_the_rows_code_or_its_imports(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "want"),
     [
-        ({"task_id": 0}, r"mbpp\.jsonl:2: got task_id 0, wanted a whole number from 1 to 974"),
+        ({"task_id": 0}, r"mbpp\.jsonl:2: got task_id 0, expected a whole number from 1 to 974"),
         ({"task_id": 975}, "got task_id 975"),
         ({"task_id": "601"}, "got task_id '601'"),
         ({"task_id": True}, "got task_id True"),
         ({"task_id": ...}, "got task_id None"),
         ({"test_list": []}, r"mbpp\.jsonl:2: got no test in test_list"),
-        ({"test_list": ...}, r"mbpp\.jsonl:2: got the fields .*wanted a list of texts in 'test_list'"),
-        ({"test_list": "assert True"}, "wanted a list of texts in 'test_list'"),
-        ({"test_list": ["assert True", 3]}, "wanted a list of texts in 'test_list'"),
-        ({"code": ...}, r"mbpp\.jsonl:2: .*wanted text in 'code'"),
-        ({"text": ...}, r"wanted text in 'prompt'"),
-        ({"test_setup_code": ...}, r"wanted text in 'test_setup_code'"),
+        ({"test_list": ...}, r"mbpp\.jsonl:2: got the fields .*expected a list of texts in 'test_list'"),
+        ({"test_list": "assert True"}, "expected a list of texts in 'test_list'"),
+        ({"test_list": ["assert True", 3]}, "expected a list of texts in 'test_list'"),
+        ({"code": ...}, r"mbpp\.jsonl:2: .*expected text in 'code'"),
+        ({"text": ...}, r"expected text in 'prompt'"),
+        ({"test_setup_code": ...}, r"expected text in 'test_setup_code'"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, changes, want):
@@ -99,14 +99,17 @@ def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, changes, want):
 @pytest.mark.parametrize(
     ("knobs", "want"),
     [
-        ({"train": ["training"]}, r"splits: got train \['training'\].*wanted some of prompts, test, validation, train"),
+        (
+            {"train": ["training"]},
+            r"splits: got train \['training'\].*expected some of prompts, test, validation, train",
+        ),
         ({"train": ["train", "test"]}, "each once"),
         ({"train": ["train", "train"]}, "each once"),
         ({"train": []}, "at least one to train on"),
         ({"shown_tests": 0}, "shown_tests: got 0 with a template that holds"),
         ({"shown_tests": -1}, "shown_tests: got -1"),
-        ({"template": "{text}"}, r"wanted one that holds \{tests\}"),
-        ({"template": "{tests}"}, r"wanted one that holds \{text\}"),
+        ({"template": "{text}"}, r"expected one that holds \{tests\}"),
+        ({"template": "{tests}"}, r"expected one that holds \{text\}"),
         ({"file": "other.jsonl"}, r"without other\.jsonl"),
     ],
 )

@@ -153,15 +153,15 @@ def test_a_row_that_another_part_holds_out_is_left_out_and_noted():
 @given(seeds, st.lists(st.booleans(), min_size=8, max_size=8))
 def test_rows_are_left_out_of_every_part_that_is_drawn(seed, stay):
     task = mixed((1, 2, 0, 1))
-    wanted = {row.prompt for row, stays in zip(task.rows, stay, strict=False) if stays}
-    if {name[0] for name in wanted} != {"a", "b", "d"}:
+    expected = {row.prompt for row, stays in zip(task.rows, stay, strict=False) if stays}
+    if {name[0] for name in expected} != {"a", "b", "d"}:
         with pytest.raises(ValueError, match=r"[abd]: training rows: got \d, of which none may stay"):
-            filter_rows(task, lambda row: row.prompt in wanted)
+            filter_rows(task, lambda row: row.prompt in expected)
         return
-    left, count = filter_rows(task, lambda row: row.prompt in wanted and row.meta["task"] != "c")
-    assert (left.size, count) == (len(wanted), task.size - len(wanted))
-    assert {row.prompt for row in left.rows} == wanted
-    assert {p.prompt for p in train_problems(left, key(seed), 0, 16)} == wanted
+    left, count = filter_rows(task, lambda row: row.prompt in expected and row.meta["task"] != "c")
+    assert (left.size, count) == (len(expected), task.size - len(expected))
+    assert {row.prompt for row in left.rows} == expected
+    assert {p.prompt for p in train_problems(left, key(seed), 0, 16)} == expected
     assert (left.test, left.notes) == (task.test, task.notes)
     assert filter_rows(left, lambda row: True)[1] == 0
 
@@ -203,15 +203,15 @@ def test_weights_become_the_smallest_whole_numbers_of_their_ratio(weights, want)
     [(0, 0), (-1, 2), (float("nan"), 1), (float("inf"), 1), (1 / 3, 1), (1, 10_000), ("1", 2), ()],
 )
 def test_weights_that_are_no_ratio_of_smallish_whole_numbers_are_refused(weights):
-    with pytest.raises(ValueError, match=r"weights: got .*wanted"):
+    with pytest.raises(ValueError, match=r"weights: got .*expected"):
         inspect.unwrap(mixture.whole_counts)(weights)  # a gin file is not checked for types of this kind
 
 
 def test_names_that_differ_and_parts_that_cannot_be_drawn_or_made_are_refused():
     one = partial(part, "a", 2)
-    with pytest.raises(ValueError, match="weights: got b, wanted one each of a"):
+    with pytest.raises(ValueError, match="weights: got b, expected one each of a"):
         mixture.task(tasks={"a": one}, weights={"b": 1})
-    with pytest.raises(ValueError, match="got 1 for a, which has no training rows, wanted 0"):
+    with pytest.raises(ValueError, match="got 1 for a, which has no training rows, expected 0"):
         mixture.task(tasks={"a": partial(held_out_only, [])}, weights={"a": 1})
     with pytest.raises(ValueError, match="a: a task needs training rows"):
         mixture.task(tasks={"a": partial(from_rows, [], [])}, weights={"a": 1})
@@ -232,5 +232,5 @@ def test_a_problem_is_scored_by_the_reward_of_its_part():
 
 @pytest.mark.parametrize("meta", [{}, {"task": "verse"}])
 def test_a_problem_without_a_reward_of_its_own_is_refused(meta):
-    with pytest.raises(ValueError, match=r"problem 7: got task (None|'verse'), wanted one with a reward: prose"):
+    with pytest.raises(ValueError, match=r"problem 7: got task (None|'verse'), expected one with a reward: prose"):
         by_task_module.by_task(Problem(7, "?", "", meta), Completion("", 0, False), rewards={"prose": boxed})

@@ -79,16 +79,16 @@ def test_shares_are_those_of_the_weights(small):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"weights": {"chain_sums": 1}}, "got 'chain_sums', wanted one of .*chain_sum"),
-        ({"weights": {"game_of_life_halting": 1}}, "got game_of_life_halting, wanted one that passes the audit: "),
-        ({"weights": {"gcd": 1}, "levels": [99]}, "gcd: got level 99, wanted -1 or 0 to "),
+        ({"weights": {"chain_sums": 1}}, "got 'chain_sums', expected one of .*chain_sum"),
+        ({"weights": {"game_of_life_halting": 1}}, "got game_of_life_halting, expected one that passes the audit: "),
+        ({"weights": {"gcd": 1}, "levels": [99]}, "gcd: got level 99, expected -1 or 0 to "),
         ({"weights": {"list_functions": 1}, "accept": ["list_functions"]}, "it has no levels"),
-        ({"levels": []}, "wanted at least one level"),
-        ({"test_size": 0}, "test_size 0, wanted at least one"),
-        ({"template": "no field"}, "wanted one that holds {question}"),
+        ({"levels": []}, "expected at least one level"),
+        ({"test_size": 0}, "test_size 0, expected at least one"),
+        ({"template": "no field"}, "expected one that holds {question}"),
     ],
 )
-def test_what_is_refused_says_got_and_wanted(changed, message):
+def test_what_is_refused_says_got_and_expected(changed, message):
     with pytest.raises(ValueError, match=message):
         made(**changed)
 
@@ -101,7 +101,7 @@ def test_a_level_without_settings_is_refused_with_the_library_s_reason():
 def test_a_kind_with_too_few_questions_is_refused(monkeypatch):
     monkeypatch.setattr(procedural, "ATTEMPTS", 2)
     monkeypatch.setattr(procedural, "make_entry", lambda *_: {"question": "1?", "answer": "1", "metadata": {}})
-    with pytest.raises(ValueError, match="got 1 different questions of gcd in 12 seeds, wanted 6"):
+    with pytest.raises(ValueError, match="got 1 different questions of gcd in 12 seeds, expected 6"):
         made(weights={"gcd": 1})
 
 
@@ -116,7 +116,7 @@ def test_a_kind_that_the_library_cannot_make_is_refused_with_what_it_raised(smal
     ):
         made(weights={"gcd": 1})
     with pytest.raises(
-        ValueError, match=r"3 seeds without .*, 3 of which .* KeyError: 'no such operator', wanted one$"
+        ValueError, match=r"3 seeds without .*, 3 of which .* KeyError: 'no such operator', expected one$"
     ):
         small.train(prng.key(1, device="cpu"), 3)
 
@@ -156,7 +156,7 @@ def test_the_whole_answer_in_a_box_is_right_and_nothing_else(kind):
 
 
 def test_a_problem_of_another_task_is_an_error():
-    with pytest.raises(ValueError, match=r"problem 5: got no meta\['entry'\], wanted a problem of procedural.task"):
+    with pytest.raises(ValueError, match=r"problem 5: got no meta\['entry'\], expected a problem of procedural.task"):
         procedural_correct(Problem(5, "1+1?", "2", {}), completion("\\boxed{2}"), answer_of=last_box)
 
 

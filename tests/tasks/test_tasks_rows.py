@@ -111,7 +111,7 @@ def test_a_number_is_written_as_one_that_reads_back_equal_and_whole_ones_without
 
 @pytest.mark.parametrize("value", [True, math.nan, math.inf, ["1"], {"n": 1}])
 def test_an_answer_that_is_neither_text_nor_a_number_is_refused(value):
-    with pytest.raises(ValueError, match=r"here:2: 'a': got .*wanted text or a finite number"):
+    with pytest.raises(ValueError, match=r"here:2: 'a': got .*expected text or a finite number"):
         source({"q": "?", "a": "1"}, {"q": "?", "a": value})()
 
 
@@ -133,10 +133,10 @@ def test_gold_may_be_any_function_of_the_field():
 @pytest.mark.parametrize(
     ("knobs", "want"),
     [
-        ({"template": "{problem}"}, r"wanted one that holds \{prompt\}"),
+        ({"template": "{problem}"}, r"expected one that holds \{prompt\}"),
         ({"size": -1}, "size: got -1"),
-        ({"meta_fields": ["n", "task"]}, "meta_fields: got task, wanted other fields"),
-        ({"prompt_field": "a"}, "here:1: got the fields q, a, wanted text in 'a'"),
+        ({"meta_fields": ["n", "task"]}, "meta_fields: got task, expected other fields"),
+        ({"prompt_field": "a"}, "here:1: got the fields q, a, expected text in 'a'"),
     ],
 )
 def test_knobs_that_make_no_sense_are_refused(knobs, want):
@@ -171,7 +171,7 @@ def test_the_last_message_of_the_assistant_is_the_answer_where_one_field_holds_b
     fields = {"prompt_field": "messages", "answer_field": "messages"}
     (found,) = source(row, **fields, gold=benchmarks.gsm8k_answer)()
     assert (found.prompt, found.answer) == ("6 * 7?", "42")
-    with pytest.raises(ValueError, match=r"here:1: 'messages': last message: got one of 'user', wanted the answer"):
+    with pytest.raises(ValueError, match=r"here:1: 'messages': last message: got one of 'user', expected the answer"):
         source({"messages": chat(("u", "6 * 7?"))}, **fields)()
 
 
@@ -185,16 +185,19 @@ def test_parts_of_text_are_joined():
     [
         (
             [{"from": "human", "value": "6 * 7?"}],
-            r"message 0: got the keys (from, value|value, from), wanted role, content",
+            r"message 0: got the keys (from, value|value, from), expected role, content",
         ),
-        ([{"role": "tool", "content": "42"}], "message 0: got the role 'tool', wanted one of system, developer, user"),
-        (chat(("u", "6 * 7?"), ("a", "42")), "last message: got one of 'assistant', wanted one of 'user'"),
+        (
+            [{"role": "tool", "content": "42"}],
+            "message 0: got the role 'tool', expected one of system, developer, user",
+        ),
+        (chat(("u", "6 * 7?"), ("a", "42")), "last message: got one of 'assistant', expected one of 'user'"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
-            "message 0: got content .*image.*, wanted text, or a list of text parts",
+            "message 0: got content .*image.*, expected text, or a list of text parts",
         ),
-        ([{"role": "user", "content": 7}], "message 0: got content 7, wanted text"),
-        ([{"role": "user", "content": "\ud800"}], r"message 0: got '\\ud800', wanted Unicode text"),
+        ([{"role": "user", "content": 7}], "message 0: got content 7, expected text"),
+        ([{"role": "user", "content": "\ud800"}], r"message 0: got '\\ud800', expected Unicode text"),
     ],
 )
 def test_messages_that_are_none_are_refused_with_file_line_and_field(messages, fault):
@@ -265,7 +268,7 @@ def test_split_holds_out_only_rows_with_an_answer_and_shuffles():
         "left out 1 training rows without an answer: bad 1",
     )
     for size in (0, 40, -1):
-        with pytest.raises(ValueError, match=r"test_size: got .*wanted 1 to 39 of the 40 rows"):
+        with pytest.raises(ValueError, match=r"test_size: got .*expected 1 to 39 of the 40 rows"):
             rows.hold_out(rows=[some, bad], test_size=size)
 
 
@@ -296,7 +299,7 @@ def test_every_kind_of_file_gives_the_same_rows_with_file_and_line(tmp_path, suf
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_a_field_that_is_not_there_is_named_with_those_that_are(tmp_path, suffix):
     path = WRITERS[suffix](tmp_path / f"a.{suffix}", LINES)
-    with pytest.raises(ValueError, match=rf"a\.{suffix}.*: got the fields q, a, extra, wanted also question, answer"):
+    with pytest.raises(ValueError, match=rf"a\.{suffix}.*: got the fields q, a, extra, expected also question, answer"):
         list(rows.file(["question", "q", "answer"], path=path))
 
 
@@ -325,12 +328,12 @@ def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_the_rows(tmp_pat
 @pytest.mark.parametrize(
     ("name", "content", "want"),
     [
-        ("a.csv", b"q,a", r"path: got .*a\.csv, wanted a file that ends in \.jsonl, \.json, \.parquet"),
+        ("a.csv", b"q,a", r"path: got .*a\.csv, expected a file that ends in \.jsonl, \.json, \.parquet"),
         ("a.jsonl", b"", r"a\.jsonl: got an empty file"),
-        ("a.jsonl", b"\xff", r"a\.jsonl: got a file that cannot be read, wanted UTF-8"),
-        ("a.jsonl", b'{"q": 1}\n[', r"a\.jsonl:2: got '\[', wanted a JSON object"),
-        ("a.json", b'[{"q": 1}]', r"a\.json:1: got a JSON list, wanted an object with q"),
-        ("b.jsonl", b"{}", r"path: got .*a\.jsonl, which is no file, wanted one; .* has: b\.jsonl"),
+        ("a.jsonl", b"\xff", r"a\.jsonl: got a file that cannot be read, expected UTF-8"),
+        ("a.jsonl", b'{"q": 1}\n[', r"a\.jsonl:2: got '\[', expected a JSON object"),
+        ("a.json", b'[{"q": 1}]', r"a\.json:1: got a JSON list, expected an object with q"),
+        ("b.jsonl", b"{}", r"path: got .*a\.jsonl, which is no file, expected one; .* has: b\.jsonl"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(tmp_path, name, content, want):
@@ -350,7 +353,7 @@ def test_a_folder_that_is_not_there_and_a_pattern_that_matches_nothing_are_refus
 def test_a_file_that_is_no_parquet_is_refused(tmp_path):
     pytest.importorskip("pyarrow", reason="NOT TESTED without pyarrow: parquet files")
     (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
-    with pytest.raises(ValueError, match=r"a\.parquet: got a file that cannot be read, wanted parquet: "):
+    with pytest.raises(ValueError, match=r"a\.parquet: got a file that cannot be read, expected parquet: "):
         list(rows.file(["q"], path=str(tmp_path / "a.parquet")))
 
 
@@ -358,9 +361,9 @@ def test_an_absent_library_is_named_with_what_installs_it(tmp_path, monkeypatch)
     for name in ("pyarrow", "pyarrow.parquet", "datasets"):
         monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "a.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"got no library 'pyarrow', wanted it: pip install 'grpo-fn\[data\]'"):
+    with pytest.raises(ValueError, match=r"got no library 'pyarrow', expected it: pip install 'grpo-fn\[data\]'"):
         list(rows.file(["q"], path=str(tmp_path / "a.parquet")))
-    with pytest.raises(ValueError, match=r"got no library 'datasets', wanted it: pip install 'grpo-fn\[data\]'"):
+    with pytest.raises(ValueError, match=r"got no library 'datasets', expected it: pip install 'grpo-fn\[data\]'"):
         list(rows.hub(["q"], name="a/b", config="", split="train", revision=""))
 
 
@@ -397,7 +400,7 @@ def test_a_hub_dataset_gives_its_rows_or_says_what_is_wrong(monkeypatch):
         ("owner/there/train:2", {"q": "q1"}),
     ]
     assert fake.asked == [(("owner/there", None), {"split": "train", "revision": None})]
-    with pytest.raises(ValueError, match=r"owner/there, split train: got the fields q, a, extra, wanted also answer"):
+    with pytest.raises(ValueError, match=r"owner/there, split train: got the fields q, a, extra, expected also answer"):
         list(hub(["answer"], name="owner/there"))
     with pytest.raises(ValueError, match=r"got dataset 'owner/gone', .*: FileNotFoundError: no owner/gone"):
         list(hub(["q"], name="owner/gone"))

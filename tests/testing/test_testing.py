@@ -28,7 +28,7 @@ from grpo_fn.testing import losses as token_losses
 
 @pytest.fixture
 def unshrunk():
-    """Shrinking a failure that is wanted would only take time."""
+    """Shrinking a failure that is expected would only take time."""
     with profile(phases=harness.UNSHRUNK, max_examples=200):
         yield
 
@@ -118,7 +118,7 @@ def test_an_advantage_made_for_some_rewards_is_checked_on_those():
 
 
 def test_what_broke_is_said_with_the_example_that_broke_it():
-    with pytest.raises(AssertionError, match=r"(?s)got .*, wanted exactly 0 where not") as caught:
+    with pytest.raises(AssertionError, match=r"(?s)got .*, expected exactly 0 where not") as caught:
         testing.check_advantage(keeps_the_invalid)
     assert any("finite_and_zero_where_invalid" in note for note in caught.value.__notes__)
 
@@ -449,15 +449,15 @@ def test_a_sound_reward_passes(reward, bounds):
     ("reward", "complaint"),
     [
         (trial.parses, "could not convert string to float"),
-        (trial.returns_text, "wanted a finite number or None"),
-        (trial.returns_nan, "wanted a finite number or None"),
+        (trial.returns_text, "expected a finite number or None"),
+        (trial.returns_nan, "expected a finite number or None"),
         (trial.needs_meta, "KeyError: 'tests'"),
-        (trial.draws, r"for the same rows, wanted the same|in another process and order"),
-        (trial.counts, r"for the same rows, wanted the same|in another process and order"),
-        (trial.remembers, r"for the same rows, wanted the same|in another process and order"),
-        (trial.takes_the_time, r"for the same rows, wanted the same|in another process and order"),
+        (trial.draws, r"for the same rows, expected the same|in another process and order"),
+        (trial.counts, r"for the same rows, expected the same|in another process and order"),
+        (trial.remembers, r"for the same rows, expected the same|in another process and order"),
+        (trial.takes_the_time, r"for the same rows, expected the same|in another process and order"),
         (trial.salted, "in another process and order"),
-        (partial(trial.scaled, by=2), r"got 2.0 on .* wanted within \(-1, 1\), or None"),
+        (partial(trial.scaled, by=2), r"got 2.0 on .* expected within \(-1, 1\), or None"),
     ],
 )
 def test_an_unsound_reward_is_caught_and_the_complaint_says_why(reward, complaint):
@@ -477,7 +477,7 @@ def test_an_unsound_reward_is_caught_and_the_complaint_says_why(reward, complain
     ],
 )
 def test_a_reward_that_a_text_can_hang_bloat_or_end_is_caught_and_the_text_is_shown_in_brief(reward, text):
-    with pytest.raises(AssertionError, match=r"got (late|worker died).* on Row\(.*wanted a number or None") as caught:
+    with pytest.raises(AssertionError, match=r"got (late|worker died).* on Row\(.*expected a number or None") as caught:
         testing.check_reward(reward, deadline=1.0)
     assert text in str(caught.value)
     assert len(str(caught.value)) < 1000
@@ -503,7 +503,7 @@ def test_every_hostile_text_is_tried_and_every_row_twice_and_in_two_processes(mo
 
 @pytest.mark.parametrize("reward", [lambda problem, completion: 1.0, partial(lambda p, c, *, by: by, by=1.0)])
 def test_a_reward_without_a_name_is_caught(reward):
-    with pytest.raises(AssertionError, match="wanted a function that a module defines"):
+    with pytest.raises(AssertionError, match="expected a function that a module defines"):
         testing.check_reward(reward)
 
 
@@ -646,9 +646,9 @@ def test_what_fails_only_once_is_raised_as_it_was_and_a_note_says_that_it_held_a
 
     def holds(example):
         calls.append(example)
-        harness.check_claim(len(calls) > 1, f"got {len(calls)} calls, wanted more")
+        harness.check_claim(len(calls) > 1, f"got {len(calls)} calls, expected more")
 
-    with pytest.raises(AssertionError, match="got 1 calls, wanted more") as caught:
+    with pytest.raises(AssertionError, match="got 1 calls, expected more") as caught:
         harness.for_all(st.just(0), holds)
     assert len(calls) > 1
     assert any("produces unreliable results" in note for note in caught.value.__notes__)

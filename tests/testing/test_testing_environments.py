@@ -17,7 +17,7 @@ PROBLEM = harness.simplest_example(testing.text_problems())
 
 @pytest.fixture(autouse=True)
 def unshrunk():
-    """Shrinking a failure that is wanted would only take time, and an example is an episode."""
+    """Shrinking a failure that is expected would only take time, and an example is an episode."""
     with profile(phases=harness.UNSHRUNK, max_examples=quarter()):
         yield
 
@@ -46,13 +46,13 @@ def holds_of(invariant, environment):
     ],
 )
 def test_a_faulty_environment_is_caught_by_the_invariant_that_it_breaks(faulty, invariant):
-    with pytest.raises(AssertionError, match=r"(?s)got .*wanted"):
+    with pytest.raises(AssertionError, match=r"(?s)got .*expected"):
         holds_of(invariant, trial.with_step(faulty))
 
 
 @pytest.mark.parametrize("faulty", [trial.reads_a_number, trial.trusts_the_calls])
 def test_text_that_is_not_expected_is_tried(faulty):
-    with pytest.raises(AssertionError, match="wanted an answer to any text"):
+    with pytest.raises(AssertionError, match="expected an answer to any text"):
         environments.takes_any_text(trial.with_step(faulty), PROBLEM, texts.HOSTILE[:4], 5.0)
 
 
@@ -64,7 +64,7 @@ def test_a_salted_hash_shows_in_another_process(faulty):
 
 def test_an_environment_that_no_module_defines_is_refused():
     sound = trial.with_step(trial.step)
-    with pytest.raises(AssertionError, match="wanted functions that modules define"):
+    with pytest.raises(AssertionError, match="expected functions that modules define"):
         environments.same_in_another_process(replace(sound, start=lambda problem, key: None), SCRIPTS)
 
 
@@ -74,7 +74,7 @@ def test_a_start_without_a_message_is_caught():
 
 
 def test_a_step_that_takes_too_long_is_caught():
-    with pytest.raises(AssertionError, match="wanted at most 0"):
+    with pytest.raises(AssertionError, match="expected at most 0"):
         environments.takes_any_text(trial.with_step(trial.step), PROBLEM, ("",), 0.0)
 
 

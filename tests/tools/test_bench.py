@@ -77,7 +77,7 @@ def test_what_trls_side_writes_is_what_the_table_says(monkeypatch: pytest.Monkey
 
 
 def test_a_step_whose_length_trl_did_not_log_is_refused() -> None:
-    with pytest.raises(ValueError, match="got lengths of 1 steps, wanted those of 2"):
+    with pytest.raises(ValueError, match="got lengths of 1 steps, expected those of 2"):
         bench_trl_side.record([0.0, 1.0, 2.0], [{"completions/mean_length": 3.0}], 8)
 
 
@@ -162,6 +162,6 @@ def test_a_scale_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]
 def test_the_calculators_model_and_its_questions_are_made(tmp_path: Path) -> None:
     shared = bench_work.make(bench_work.SCALES["calculator_tiny"], 2, tmp_path)
     assert (Path(shared["model"]) / "config.json").exists()
-    chats = list(json_rows(Path(shared["chats_file"]), wanted="a chat"))
+    chats = list(json_rows(Path(shared["chats_file"]), expected="a chat"))
     assert len(chats) == 2 * shared["prompts"] + 1
     assert shared["max_turns"] == bench_work.MAX_TURNS

@@ -21,8 +21,8 @@ def test_there_are_enough_configurations_and_none_is_there_twice() -> None:
     carried = [case for case in found if not isinstance(compare_trl.draft_of(case.config), str)]
     assert len(carried) > 150
     of = {key for case in carried for key, value in case.config.items() if compare_trl_ours.BASE.get(key) != value}
-    wanted = {"loss_type", "scale_rewards", "beta", "delta", "num_iterations", "temperature", "use_vllm"}
-    assert wanted | {"importance_sampling_level", "top_entropy_quantile", "mask_truncated_completions"} <= of
+    expected = {"loss_type", "scale_rewards", "beta", "delta", "num_iterations", "temperature", "use_vllm"}
+    assert expected | {"importance_sampling_level", "top_entropy_quantile", "mask_truncated_completions"} <= of
 
 
 def test_every_named_difference_has_words_that_the_importer_writes() -> None:

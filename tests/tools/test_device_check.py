@@ -105,7 +105,7 @@ def test_a_check_that_fails_hangs_or_dies_is_reported_and_the_next_begins_in_a_f
     assert got[0].figures[0].value != got[-1].figures[0].value
     assert [outcome.said for outcome in got[1:5]] == [
         "nothing to compare with",
-        "AssertionError: got 1, wanted 2",
+        "AssertionError: got 1, expected 2",
         "late: no answer within 0.8 s; its stacks are above",
         "fatal: the process ended with 7; its last words are above",
     ]
@@ -174,7 +174,7 @@ def test_a_failure_is_the_exit_code_and_a_missed_goal_is_not(
         assert device_check.main(["--device", "cuda"], run=here) == code
         rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
         assert rows[3] == "|  |  | wished for | 1 | >= 2 | **missed** |"
-        assert rows[4:] == ["| `wrong` | **FAILED** | AssertionError: got 1, wanted 2 |  |  |  |"][: len(names) - 1]
+        assert rows[4:] == ["| `wrong` | **FAILED** | AssertionError: got 1, expected 2 |  |  |  |"][: len(names) - 1]
 
 
 def test_without_the_device_nothing_else_is_tried_and_nothing_written(
@@ -189,8 +189,8 @@ def test_without_the_device_nothing_else_is_tried_and_nothing_written(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--only", "prng,typo"], "--only: got typo, wanted some of prng, "),
-        (["--device", "cpu"], "got --device cpu, wanted --tiny with it"),
+        (["--only", "prng,typo"], "--only: got typo, expected some of prng, "),
+        (["--device", "cpu"], "got --device cpu, expected --tiny with it"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,7 +145,7 @@ def test_a_configuration_of_known_keys_can_be_launched_or_says_why_not(peer: str
     made = carried(peer, config, None)
     if isinstance(made, str):
         assert "got" in made, made
-        assert "wanted" in made, made
+        assert "expected" in made, made
         return
     with tempfile.TemporaryDirectory() as folder:
         algorithm, steps = launched(made, Path(folder))
@@ -168,7 +168,7 @@ def test_whatever_stands_there_is_carried_listed_or_refused(peer: str, data: st.
     made = carried(peer, strange | data.draw(configurations(peer, 2, lambda name, option: JUNK)))
     if isinstance(made, str):
         assert "got" in made, made
-        assert "wanted" in made, made
+        assert "expected" in made, made
         return
     text = made.text("x")
     text.encode("utf-8")
@@ -246,7 +246,7 @@ def test_a_configuration_of_trls_distillation_is_refused_by_name(
     }
     (tmp_path / "c.py").write_text(f"{kind}({own[kind]}, learning_rate=1e-6)")
     assert tool.main([str(tmp_path / "c.py")]) == 2
-    assert "wanted a GRPOConfig; algo/opd.gin and algo/iw_opd.gin" in capsys.readouterr().err
+    assert "expected a GRPOConfig; algo/opd.gin and algo/iw_opd.gin" in capsys.readouterr().err
 
 
 def test_nemo_rls_distillation_of_logits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,12 +273,19 @@ def test_a_file_is_read_with_those_it_is_laid_over(tmp_path: Path, capsys: pytes
     )
     assert tool.main([str(tmp_path / "sub" / "own.yaml"), "--out", str(tmp_path / "made.gin")]) == 0
     text = (tmp_path / "made.gin").read_text()
-    wanted = ["STEPS = 5", "prompts = 8", "adamw.lr = 2e-05", "adamw.eps = 1e-08", "clip_low = 0.1", "clip_high = 0.3"]
-    assert [part for part in wanted if part not in text] == []
+    expected = [
+        "STEPS = 5",
+        "prompts = 8",
+        "adamw.lr = 2e-05",
+        "adamw.eps = 1e-08",
+        "clip_low = 0.1",
+        "clip_high = 0.3",
+    ]
+    assert [part for part in expected if part not in text] == []
     capsys.readouterr()
     (tmp_path / "base.yaml").write_text("defaults: sub/own.yaml\ngrpo: {}\n")
     assert tool.main([str(tmp_path / "sub" / "own.yaml")]) == 2
-    assert "got defaults that lead back to it, wanted files below one another" in capsys.readouterr().err
+    assert "got defaults that lead back to it, expected files below one another" in capsys.readouterr().err
     (tmp_path / "base.yaml").unlink()
     assert tool.main([str(tmp_path / "sub" / "own.yaml")]) == 2
     assert "base.yaml, which cannot be read" in capsys.readouterr().err
@@ -288,26 +295,26 @@ def test_a_reference_may_be_relative() -> None:
     config = {"a": {"b": {"x": 1, "y": "${.x}", "z": "${..c}", "far": "${.y}"}, "c": "${mul:${.b.x}, 3}"}}
     found = config_file.interpolated(config)
     assert found == {"a.b.x": 1, "a.b.y": 1, "a.b.z": 3, "a.b.far": 1, "a.c": 3}
-    with pytest.raises(ValueError, match=r"got \$\{\.no\} at a\.b, wanted a key of the file"):
+    with pytest.raises(ValueError, match=r"got \$\{\.no\} at a\.b, expected a key of the file"):
         config_file.interpolated({"a": {"b": "${.no}"}})
 
 
 # -- bad files
 
 BAD = {
-    "not there": (None, ["cannot be read", "wanted a configuration"]),
-    "no mapping": ("[1, 2]", ["got list", "wanted keys and values"]),
-    "broken": ("{a: [", ["wanted JSON, YAML or Python literals"]),
+    "not there": (None, ["cannot be read", "expected a configuration"]),
+    "no mapping": ("[1, 2]", ["got list", "expected keys and values"]),
+    "broken": ("{a: [", ["expected JSON, YAML or Python literals"]),
     "of verl": ("actor_rollout_ref: {actor: {}}", ["got a configuration of verl", "from_verl.md"]),
-    "of something else": ("layers: 12", ["got the keys layers", "wanted `grpo`"]),
-    "no steps": ("learning_rate: 1e-6", ["got none", "wanted --rows"]),
+    "of something else": ("layers: 12", ["got the keys layers", "expected `grpo`"]),
+    "no steps": ("learning_rate: 1e-6", ["got none", "expected --rows"]),
     "no rows": (
         "{num_generations: 8, max_steps: 1, eval_strategy: epoch}",
-        ["eval_strategy: got 'epoch'", "wanted --rows"],
+        ["eval_strategy: got 'epoch'", "expected --rows"],
     ),
     "a rate for a norm": (
         "{num_generations: 8, max_steps: 1, max_grad_norm: -1}",
-        ["max_grad_norm: got -1.0", "wanted at least 0"],
+        ["max_grad_norm: got -1.0", "expected at least 0"],
     ),
     "round in circles": ("grpo: {max_num_steps: '${grpo.max_num_steps}'}", ["refers to itself"]),
 }

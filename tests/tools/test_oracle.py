@@ -133,4 +133,4 @@ def test_a_record_is_compared_with_the_runs_of_the_working_tree(
 
 def test_a_run_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert oracle.main(["record", str(tmp_path / "record.json"), "--only", "grpo,groop"]) == 2
-    assert "--only: got groop, wanted some of arithmetic, " in capsys.readouterr().err
+    assert "--only: got groop, expected some of arithmetic, " in capsys.readouterr().err

@@ -246,7 +246,7 @@ def test_a_function_of_ones_own_says_itself_that_its_samples_have_to_be_fresh() 
 # -- groups
 
 
-ONE = r"^group_size: got 1 with an advantage that compares within a group \(always 0\), wanted 2 or more"
+ONE = r"^group_size: got 1 with an advantage that compares within a group \(always 0\), expected 2 or more"
 
 
 def test_a_group_of_one_has_nothing_to_compare_with() -> None:
@@ -289,9 +289,11 @@ def test_a_credit_that_weighs_a_part_that_there_is_not_is_refused() -> None:
     weighed = partial(credit.per_part, advantage=advantage.mean_centered, weights={"correct": 1.0, "polite": 0.5})
     for value in (weighed, partial(credit.row_whitened, credit=weighed, eps=1e-4)):
         check_parts(value, ["correct", "polite"])
-        with pytest.raises(ValueError, match=r"weights: got parts \['polite'\], wanted some of \['boxed', 'correct'\]"):
+        with pytest.raises(
+            ValueError, match=r"weights: got parts \['polite'\], expected some of \['boxed', 'correct'\]"
+        ):
             check_parts(value, ["correct", "boxed"])
-    with pytest.raises(ValueError, match=r"weights: got parts \[\], wanted some of \['correct'\]"):
+    with pytest.raises(ValueError, match=r"weights: got parts \[\], expected some of \['correct'\]"):
         check_parts(with_knobs(weighed, weights={}), ["correct"])
     check_parts(None, ["correct"])
     check_parts(preset("grpo").credit, [])
@@ -303,13 +305,13 @@ def test_a_credit_that_weighs_a_part_that_there_is_not_is_refused() -> None:
 def test_demonstrations_that_nothing_learns_from_and_rows_that_do_not_split_are_refused() -> None:
     refuse(
         algorithm(),
-        r"^train\.train\.demonstrations: got some with an algorithm that does not learn from them, wanted None, or",
+        r"^train\.train\.demonstrations: got some with an algorithm that does not learn from them, expected None, or",
         demonstrations=DEMONSTRATIONS,
     )
     check(algorithm("chord", minibatches=4), demonstrations=DEMONSTRATIONS)
     refuse(
         algorithm("chord", minibatches=3),
-        r"^sections\.Demonstrations\.rows: got 16 for 3 minibatches, wanted a multiple",
+        r"^sections\.Demonstrations\.rows: got 16 for 3 minibatches, expected a multiple",
         demonstrations=DEMONSTRATIONS,
     )
 
@@ -319,7 +321,7 @@ def test_a_supervised_stage_has_neither_a_teacher_nor_other_demonstrations() -> 
     stage = supervised.Stage(objective=plain, prompts=4)
     check(stage)
     for name, value in (("teacher", TEACHER), ("demonstrations", DEMONSTRATIONS)):
-        refuse(stage, rf"^train\.train\.{name}: got one in a supervised stage, wanted None", **{name: value})
+        refuse(stage, rf"^train\.train\.{name}: got one in a supervised stage, expected None", **{name: value})
 
 
 def share_of(value: Callable[[int], float]) -> dict[str, Algorithm]:
@@ -341,7 +343,7 @@ def test_a_share_of_a_step_is_one_at_every_step_of_the_run(knob: str) -> None:
         check(share_of(value)[knob], **provided)
     refuse(
         share_of(lambda steps: steps / 2)[knob],
-        rf"^step\.Algorithm\.{re.escape(knob)}: got 1\.5 after 3 steps, wanted a share, 0 to 1$",
+        rf"^step\.Algorithm\.{re.escape(knob)}: got 1\.5 after 3 steps, expected a share, 0 to 1$",
         **provided,
     )
     for value in (-0.1, float("nan")):
@@ -356,7 +358,7 @@ def test_a_weight_of_observations_is_a_finite_number_of_at_least_0(coef: float) 
         check(algorithm("echo", beside=[with_knobs(term, coef=value)]), episodes=episodes)
     refuse(
         algorithm("echo", beside=[with_knobs(term, coef=coef)]),
-        rf"^supervised\.observations\.coef: got {coef}, wanted a finite number of at least 0",
+        rf"^supervised\.observations\.coef: got {coef}, expected a finite number of at least 0",
         episodes=episodes,
     )
 

@@ -60,11 +60,11 @@ def test_a_line_ends_as_if_everything_had_been_there_at_once(
         writer.close()
         for row in rows(path):
             step = row["step"]
-            wanted: dict[str, Any] = {"step": step, "loss/kl": step / 3}
+            expected: dict[str, Any] = {"step": step, "loss/kl": step / 3}
             if step in late:
                 after, value = late[step]
-                wanted |= {"eval/accuracy": shown(value), "eval/lag_steps": min(6 - step, after)}
-            assert row == wanted
+                expected |= {"eval/accuracy": shown(value), "eval/lag_steps": min(6 - step, after)}
+            assert row == expected
         assert [row["step"] for row in rows(path)] == [*range(7)]
         assert sorted(file.name for file in path.iterdir()) == ["metrics.jsonl", "tensorboard"]
 
@@ -100,7 +100,7 @@ def test_a_step_without_a_line_is_refused_and_nothing_changes(tmp_path: Path) ->
     with MetricsWriter(tmp_path, start_step=0) as writer:
         writer.scalars(0, {"loss/kl": 1.0})
         before = (tmp_path / "metrics.jsonl").read_bytes()
-        with pytest.raises(ValueError, match="got figures for step 2, wanted a step with a line"):
+        with pytest.raises(ValueError, match="got figures for step 2, expected a step with a line"):
             writer.amend(2, {"eval/accuracy": 0.25})
         assert (tmp_path / "metrics.jsonl").read_bytes() == before
         writer.scalars(1, {"loss/kl": 1.0})

@@ -78,7 +78,7 @@ def test_there_are_never_two_at_once() -> None:
     gate = threading.Event()
     with Background(ALONE, deadline=FOREVER) as background:
         background.start_task("the first", lambda should_stop: gate.wait(FOREVER))
-        with pytest.raises(RuntimeError, match="got the second to begin beside the first, wanted one at a time"):
+        with pytest.raises(RuntimeError, match="got the second to begin beside the first, expected one at a time"):
             background.start_task("the second", bool)
         gate.set()
         assert waited(background) == (True,)  # the first has not been touched
@@ -115,7 +115,7 @@ def test_a_hang_meets_the_deadline_and_is_named() -> None:
     with Background(ALONE, deadline=0.3) as background:
         began = time.monotonic()
         background.start_task("evaluation of step 7", partial(stuck, hung))
-        with pytest.raises(TimeoutError, match=r"got no result of the evaluation of step 7 within 0.3 s, wanted one"):
+        with pytest.raises(TimeoutError, match=r"got no result of the evaluation of step 7 within 0.3 s, expected one"):
             waited(background)
         assert 0.3 <= time.monotonic() - began < 5.0
     assert hung.wait(5.0), "the thread is still there"
@@ -201,7 +201,7 @@ def test_the_exit_code_is_the_process_s_own_whatever_torch_is_at() -> None:
 
 @pytest.mark.parametrize("deadline", [0.0, -1.0, float("nan")])
 def test_a_deadline_that_cannot_be_met_is_refused(deadline: float) -> None:
-    with pytest.raises(ValueError, match=f"got {deadline} s, wanted more than 0"):
+    with pytest.raises(ValueError, match=f"got {deadline} s, expected more than 0"):
         Background(ALONE, deadline=deadline)
 
 

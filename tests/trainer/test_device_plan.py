@@ -24,12 +24,12 @@ LARGE = Qwen2Config(hidden_size=256, intermediate_size=768, num_hidden_layers=1,
 
 
 @pytest.mark.parametrize(
-    ("name", "cards", "wanted"),
+    ("name", "cards", "expected"),
     [("auto", False, CPU), ("auto", True, CARD), ("cpu", True, CPU), ("cuda:1", True, torch.device("cuda:1"))],
 )
-def test_the_device_is_the_named_one_or_the_best_there_is(monkeypatch, name, cards, wanted) -> None:
+def test_the_device_is_the_named_one_or_the_best_there_is(monkeypatch, name, cards, expected) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cards)
-    assert planned_device(name) == wanted
+    assert planned_device(name) == expected
 
 
 def test_a_card_that_is_not_here_is_planned_for(monkeypatch) -> None:
@@ -76,7 +76,7 @@ def test_projections_in_one_product_are_named_and_why_others_are_not() -> None:
     adapters = LoRA(rank=2, alpha=2.0, dropout=0.0, targets=("up_proj",))
     _, some = decoding_notes(config, adapters, None)
     assert "q_proj + k_proj + v_proj in one product" in some
-    assert "gate_proj + up_proj apart (got layers of Linear (adapters), wanted torch.nn.Linear)" in some
+    assert "gate_proj + up_proj apart (got layers of Linear (adapters), expected torch.nn.Linear)" in some
 
 
 def plan(

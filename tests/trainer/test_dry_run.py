@@ -150,9 +150,12 @@ def test_an_unknown_architecture_has_what_can_be_said_of_it(
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("--ranks", "3", "--hosts", "2", "--dry_run"), "got --ranks 3 --hosts 2, wanted as many ranks on every host"),
-        (("--ranks", "0", "--dry_run"), "got --ranks 0 --hosts 1, wanted"),
-        (("--ranks", "4"), "got --ranks 4, wanted --dry_run with it"),
+        (
+            ("--ranks", "3", "--hosts", "2", "--dry_run"),
+            "got --ranks 3 --hosts 2, expected as many ranks on every host",
+        ),
+        (("--ranks", "0", "--dry_run"), "got --ranks 0 --hosts 1, expected"),
+        (("--ranks", "4"), "got --ranks 4, expected --dry_run with it"),
     ],
 )
 def test_flags_that_do_not_go_together_are_one_line(

@@ -119,8 +119,8 @@ def test_every_judge_sees_every_completion_with_its_own_problem():
         seen["two"].append((problem.uid, completion.text))
 
     judged = found([problem(uid, "?") for uid in (4, 2, 9)], 2, [one, two])
-    wanted = [(j.problem.uid, a.text) for j in judged for a in (j.greedy, *j.samples)]
-    assert sorted(seen["one"]) == sorted(seen["two"]) == sorted(wanted)
+    expected = [(j.problem.uid, a.text) for j in judged for a in (j.greedy, *j.samples)]
+    assert sorted(seen["one"]) == sorted(seen["two"]) == sorted(expected)
     assert judged[0].greedy.scores == {"one": 1.0, "two": None}
     assert [a.scores for j in judged for a in j.samples] == [{"one": 1.0, "two": None}] * 6
 
@@ -263,7 +263,7 @@ def test_without_answers_to_mark_there_is_no_majority(judged):
 
 
 def test_of_nothing_there_are_no_figures():
-    with pytest.raises(ValueError, match="got no problems, wanted at least one"):
+    with pytest.raises(ValueError, match="got no problems, expected at least one"):
         summarise([], ks=(), by=())
 
 
@@ -274,7 +274,7 @@ def test_judges_have_names_of_their_own():
     assert grader_names([strict, partial(shaped)]) == ["strict", "shaped"]
     with pytest.raises(ValueError, match="judges: got none"):
         grader_names([])
-    with pytest.raises(ValueError, match="wanted different functions"):
+    with pytest.raises(ValueError, match="expected different functions"):
         grader_names([strict, partial(strict)])
 
 
@@ -302,11 +302,11 @@ KNOBS = {
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"samples": -1}, "samples: got -1, wanted 0"),
-        ({"ks": (1, 5)}, "ks: got [1, 5] with 4 samples a problem, wanted each of them from 1 to 4"),
+        ({"samples": -1}, "samples: got -1, expected 0"),
+        ({"ks": (1, 5)}, "ks: got [1, 5] with 4 samples a problem, expected each of them from 1 to 4"),
         ({"ks": (0,)}, "ks: got [0] with 4 samples"),
         ({"ks": ()}, "ks: got [] with 4 samples"),
-        ({"by": "level"}, "by: got 'level', wanted a list of keys, such as ('level',)"),
+        ({"by": "level"}, "by: got 'level', expected a list of keys, such as ('level',)"),
     ],
 )
 def test_knobs_that_do_not_fit_are_refused(wrong, said):

@@ -52,7 +52,7 @@ def test_rows_are_left_out_by_what_the_environment_begins_with() -> None:
 
 
 def test_refuse_names_the_environment() -> None:
-    with pytest.raises(ValueError, match=r"got an opening of \d{3} tokens for problem \d+, wanted at most 50"):
+    with pytest.raises(ValueError, match=r"got an opening of \d{3} tokens for problem \d+, expected at most 50"):
         fitting(overlong.refuse, HELD_OUT, pure=True)
 
 

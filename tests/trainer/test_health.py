@@ -344,13 +344,16 @@ def test_every_knob_that_a_rule_advises_exists(name) -> None:
 @pytest.mark.parametrize(
     ("limits", "complaint"),
     [
-        ({"kl_hihg": 1.0}, "got the rule 'kl_hihg', wanted one of not_finite, kl_high"),
-        ({"kl_high": 0.0}, "got 0.0 for kl_high, wanted a number above 0"),
+        ({"kl_hihg": 1.0}, "got the rule 'kl_hihg', expected one of not_finite, kl_high"),
+        ({"kl_high": 0.0}, "got 0.0 for kl_high, expected a number above 0"),
         ({"grad_norm_high": math.nan}, "got nan for grad_norm_high"),
         ({"logprob_diff_high": -1.0}, "got -1.0 for logprob_diff_high"),
         ({"loss_spike": math.inf}, "got inf for loss_spike"),
-        ({"few_groups_with_signal": 1.5}, "got 1.5 for few_groups_with_signal, wanted a number above 0 and at most 1"),
-        ({"overflowing": 65}, "got 65 for overflowing, wanted a number above 0 and at most 64"),
+        (
+            {"few_groups_with_signal": 1.5},
+            "got 1.5 for few_groups_with_signal, expected a number above 0 and at most 1",
+        ),
+        ({"overflowing": 65}, "got 65 for overflowing, expected a number above 0 and at most 64"),
     ],
 )
 def test_limits_that_cannot_work_are_refused(limits, complaint) -> None:
@@ -363,7 +366,7 @@ def test_rules_are_chosen_by_name_with_their_limits_and_a_function_is_tried_firs
     assert [health.rule_name(rule) for rule in health_section.warning_rules] == ["kl_high", "slow"]
     assert health_section.warning_rules[0].limit == 1.5
     assert health_section.stopping_rules == [health.RULES["grad_norm_high"]]
-    with pytest.raises(ValueError, match=re.escape("sections.Health: got the rule 'kl', wanted one of not_finite,")):
+    with pytest.raises(ValueError, match=re.escape("sections.Health: got the rule 'kl', expected one of not_finite,")):
         Health(warn=[], stop=["kl"], limits={})
     with pytest.raises(ValueError, match="slow: seconds: got -1"):
         Health(warn=[partial(slow, seconds=-1)], stop=[], limits={})
@@ -388,8 +391,8 @@ def reported_steps(history: list[dict]) -> list[int]:
 @given(st.lists(st.booleans(), max_size=40))
 def test_a_finding_is_news_when_it_begins_and_when_it_begins_anew_after_a_calm(high) -> None:
     history = column("loss/kl", [1.0 if one else 0.1 for one in high])
-    wanted = [i for i, one in enumerate(high) if one and not any(high[max(0, i - health.CALM) : i])]
-    assert reported_steps(history) == wanted
+    expected = [i for i, one in enumerate(high) if one and not any(high[max(0, i - health.CALM) : i])]
+    assert reported_steps(history) == expected
 
 
 @given(histories)

@@ -70,7 +70,7 @@ def test_on_a_card_blocks_head_and_decoding_are_named_once_there_is_an_engine(mo
 def test_ranks_with_different_kernels_end_the_run_and_one_without_a_choice_does_not(monkeypatch) -> None:
     monkeypatch.setattr(recording, "chosen_kernels", lambda run: HERE)
     check_same_kernels(a_run("cuda", HERE, {"head": "TritonKernels"}), "after step 1")
-    said = "decoding attention.*after step 3: got matrix products on rank 2, wanted split-KV kernel as on rank 0"
+    said = "decoding attention.*after step 3: got matrix products on rank 2, expected split-KV kernel as on rank 0"
     with pytest.raises(RuntimeError, match=said):
         check_same_kernels(a_run("cuda", HERE, PLAIN), "after step 3")
 

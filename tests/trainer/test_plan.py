@@ -47,7 +47,7 @@ def test_draws_from_the_full_support_are_taken(f, temperature):
 def test_draws_by_gumbel_max_are_taken_and_cut_ones_are_not(temperature):
     validate.check_full_support(partial(sampling.gumbel_max, temperature=temperature), temperature, False)
     cut = partial(sampling.gumbel_max_nucleus, temperature=temperature, top_k=0, top_p=0.95)
-    with pytest.raises(ValueError, match=r"^token_sampler: got .* wanted draws from softmax"):
+    with pytest.raises(ValueError, match=r"^token_sampler: got .* expected draws from softmax"):
         validate.check_full_support(cut, temperature, False)
 
 
@@ -65,7 +65,7 @@ def test_draws_by_gumbel_max_are_taken_and_cut_ones_are_not(temperature):
 def test_a_sampler_that_cuts_its_tail_is_refused_unless_the_bias_is_accepted(cut, temperature):
     token_sampler = partial(cut, temperature=temperature)
     with pytest.raises(
-        ValueError, match=rf"^token_sampler: got .* wanted draws from softmax\(logits / {temperature:g}\)"
+        ValueError, match=rf"^token_sampler: got .* expected draws from softmax\(logits / {temperature:g}\)"
     ):
         validate.check_full_support(token_sampler, temperature, False)
     validate.check_full_support(token_sampler, temperature, True)
@@ -107,7 +107,7 @@ def test_minibatches_divide_the_prompts_or_the_nearest_that_do_are_named(prompts
         return partials.check_divides(prompts, minibatches)
     with pytest.raises(ValueError, match=f"prompts {prompts} do not split into {minibatches} minibatches") as caught:
         partials.check_divides(prompts, minibatches)
-    offered, closest = str(caught.value).split("wanted prompts ")[1].split(", or minibatches ")
+    offered, closest = str(caught.value).split("expected prompts ")[1].split(", or minibatches ")
     offered = [int(n) for n in offered.split(" or ")]
     fits = [n for n in range(1, 200) if n % minibatches == 0]
     assert offered == [*[n for n in fits if n < prompts][-1:], *[n for n in fits if n > prompts][:1]]
@@ -120,7 +120,8 @@ def test_minibatches_divide_the_prompts_or_the_nearest_that_do_are_named(prompts
 def test_the_message_reads_as_a_sentence():
     with pytest.raises(
         ValueError,
-        match=r"^prompts 10 do not split into 4 minibatches of whole groups: wanted prompts 8 or 12, or minibatches 5$",
+        match=r"^prompts 10 do not split into 4 minibatches of whole groups: "
+        r"expected prompts 8 or 12, or minibatches 5$",
     ):
         partials.check_divides(10, 4)
 
@@ -130,7 +131,7 @@ def test_numbers_below_one_are_named(numbers):
     low = [(name, n) for name, n in numbers.items() if n < 1]
     if not low:
         return partials.check_positive(**numbers)
-    with pytest.raises(ValueError, match=f"{low[0][0]}: got {low[0][1]}, wanted at least 1"):
+    with pytest.raises(ValueError, match=f"{low[0][0]}: got {low[0][1]}, expected at least 1"):
         partials.check_positive(**numbers)
     return None
 

@@ -45,9 +45,9 @@ def test_the_most_tokens_of_a_prompt(new: int, total: int | None, positions: int
 
 
 def test_a_total_beyond_the_positions_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_total_tokens: got 65, wanted at most the model's 64 positions"):
+    with pytest.raises(ValueError, match=r"max_total_tokens: got 65, expected at most the model's 64 positions"):
         prompt_limit(sampling(8, 65), 64)
-    with pytest.raises(ValueError, match=r"sections\.Sampling\.max_total_tokens: got 1, wanted None or at least 2"):
+    with pytest.raises(ValueError, match=r"sections\.Sampling\.max_total_tokens: got 1, expected None or at least 2"):
         sampling(8, 1)
 
 

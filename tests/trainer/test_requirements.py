@@ -14,7 +14,7 @@ from grpo_fn.shell.sampler.local.local_sampler import local
 from grpo_fn.shell.vllm import vllm_sampler, vllm_servers, vllm_transfer
 from grpo_fn.trainer.checks.requirements import check_engines
 
-INSTALL = r"error: sampler: got no vllm \(.*\), wanted it installed: pip install 'grpo-fn\[vllm\]'"
+INSTALL = r"error: sampler: got no vllm \(.*\), expected it installed: pip install 'grpo-fn\[vllm\]'"
 COLOCATED = ["--gin_file", "run/arithmetic_vllm.gin"]
 BESIDE = [*COLOCATED, "--gin_param", "sections.Sampling.sampler=@local_sampler.local"]
 BESIDE += ["--gin_param", "sections.Evaluation.async_sampler=@vllm_sampler.colocated_sampler"]
@@ -56,13 +56,13 @@ def test_so_does_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_weights_do_not_go_by_nccl_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([*SERVED, "--run_dir", str(tmp_path / "run")])
-    said = r"error: transfer: got vllm_transfer\.NcclTransfer without a GPU here, wanted vllm_transfer\.FileTransfer"
+    said = r"error: transfer: got vllm_transfer\.NcclTransfer without a GPU here, expected vllm_transfer\.FileTransfer"
     refused(code, capsys.readouterr().err, tmp_path / "run", said)
 
 
 def test_nor_with_one_but_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match=r"transfer: got no vllm .* wanted it installed"):
+    with pytest.raises(ValueError, match=r"transfer: got no vllm .* expected it installed"):
         check_engines(
             [partial(vllm_sampler.dedicated_sampler, engine=partial(vllm_servers.DedicatedEngine, transfer=by_nccl()))]
         )

@@ -100,5 +100,7 @@ def test_ranks_whose_trials_chose_different_head_kernels_do_not_start(monkeypatc
     (head,) = plan_lines(plan, [], 1, alone(CPU), torch.float32)[-1:]
     assert head.startswith("the head computes with torch's operations")
     monkeypatch.setattr(World, "exchange", lambda self, mine, *, what: [mine, "TritonKernels"])
-    with pytest.raises(RuntimeError, match=r"head's kernels.*: got TritonKernels on rank 1, wanted PlainKernels as on"):
+    with pytest.raises(
+        RuntimeError, match=r"head's kernels.*: got TritonKernels on rank 1, expected PlainKernels as on"
+    ):
         plan_lines(plan, [], 1, alone(CPU), torch.float32)

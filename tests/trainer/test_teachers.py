@@ -47,7 +47,7 @@ def test_entropies_are_relative_to_one_model_that_reads_the_policys_prompt(chang
     one = replace(section({"teacher": "x"}), relative_entropy=True)
     assert one.relative_entropy
     with pytest.raises(
-        ValueError, match=r"sections.Teacher.relative_entropy: got true with models .*, wanted one model"
+        ValueError, match=r"sections.Teacher.relative_entropy: got true with models .*, expected one model"
     ):
         replace(one, **changes)
 
@@ -96,14 +96,16 @@ def test_a_problem_without_a_teacher_is_refused():
     key = partial(teachers.teacher_of_field, name="task")
     teachers.check_keys([of_task(0, "math")], {"math": ""}, key)
     for odd in (of_task(1, "code"), problem(2, "?")):
-        with pytest.raises(ValueError, match=r"Teacher\.key: got '(code)?' for the problem '\?', wanted one of 'math'"):
+        with pytest.raises(
+            ValueError, match=r"Teacher\.key: got '(code)?' for the problem '\?', expected one of 'math'"
+        ):
             teachers.check_keys([of_task(0, "math"), odd], {"math": ""}, key)
 
 
 def test_a_section_without_models_is_refused():
-    with pytest.raises(ValueError, match=r"sections\.Teacher\.models: got none, wanted at least one"):
+    with pytest.raises(ValueError, match=r"sections\.Teacher\.models: got none, expected at least one"):
         section({})
-    with pytest.raises(ValueError, match=r"sections\.Teacher\.models: got a int, wanted a Hugging Face folder"):
+    with pytest.raises(ValueError, match=r"sections\.Teacher\.models: got a int, expected a Hugging Face folder"):
         model_source(3, "sections.Teacher.models")
 
 
@@ -116,10 +118,10 @@ def shaped(vocabulary: int, positions: int) -> Qwen2Config:
     [
         (10, 64, None, None),
         (12, 128, None, None),  # a larger embedding than the tokenizer needs
-        (9, 64, None, "got 't' with 9 rows in its embedding, wanted at least the policy's 10"),
-        (10, 32, None, r"got 't', which reads 32 positions, wanted 64, or .*max_total_tokens = 32"),
+        (9, 64, None, "got 't' with 9 rows in its embedding, expected at least the policy's 10"),
+        (10, 32, None, r"got 't', which reads 32 positions, expected 64, or .*max_total_tokens = 32"),
         (10, 32, 32, None),
-        (10, 32, 33, "which reads 32 positions, wanted 33"),
+        (10, 32, 33, "which reads 32 positions, expected 33"),
     ],
 )
 def test_a_teacher_reads_all_that_the_policy_may_write(vocabulary, positions, total, complaint):
@@ -142,7 +144,7 @@ def test_the_first_token_that_differs_is_named(tmp_path: Path):
     stored["model"]["vocab"][by_id[a]], stored["model"]["vocab"][by_id[b]] = b, a
     path.write_text(json.dumps(stored))
     other = AutoTokenizer.from_pretrained(folder)
-    with pytest.raises(ValueError, match=rf"whose tokenizer has .* as token {a}, wanted the policy's .*; 2 of \d+"):
+    with pytest.raises(ValueError, match=rf"whose tokenizer has .* as token {a}, expected the policy's .*; 2 of \d+"):
         teachers.check_same_tokenizer("t", other, own)
 
 
@@ -222,7 +224,7 @@ def test_the_live_policy_has_nothing_to_teach_without_another_prompt():
     answering = section({"teacher": teachers.live}, answered)
     teachers.check_self_teachers(answering)
     assert answering.of_policy() == {"teacher": teachers.live}
-    with pytest.raises(ValueError, match=r"got several teachers\.moving_average, wanted one at most"):
+    with pytest.raises(ValueError, match=r"got several teachers\.moving_average, expected one at most"):
         teachers.check_self_teachers(
             section({name: partial(teachers.moving_average, rate=rate) for name, rate in (("a", 0.1), ("b", 0.2))})
         )
@@ -233,7 +235,7 @@ def test_the_live_policy_has_nothing_to_teach_without_another_prompt():
 
 @pytest.mark.parametrize("rate", [0.0, -0.1, 1.5])
 def test_a_rate_that_is_none_is_refused(rate):
-    with pytest.raises(ValueError, match=rf"moving_average\.rate: got {rate}, wanted above 0 and up to 1"):
+    with pytest.raises(ValueError, match=rf"moving_average\.rate: got {rate}, expected above 0 and up to 1"):
         WeightAverage({}, rate=rate)
 
 
@@ -249,7 +251,7 @@ def test_a_prompt_that_leaves_no_space_is_refused_before_the_run():
     asked_about(answered, 14)
     asked_about(answered, None)
     with pytest.raises(
-        ValueError, match=r"got up to 14 tokens .* for the teacher 't' and the problem '2\+3\?', wanted at"
+        ValueError, match=r"got up to 14 tokens .* for the teacher 't' and the problem '2\+3\?', expected at"
     ):
         asked_about(answered, 13)
     sibling = partial(privileged.with_right_sibling, template="{prompt} {privileged}", least_reward=1.0)
@@ -258,7 +260,7 @@ def test_a_prompt_that_leaves_no_space_is_refused_before_the_run():
         asked_about(sibling, 21)
     asked_about(lambda problem, samples, place: None, 1)
     with pytest.raises(
-        ValueError, match=r"sections\.Teacher\.prompt: got a int for the problem '2\+3\?', wanted a prompt"
+        ValueError, match=r"sections\.Teacher\.prompt: got a int for the problem '2\+3\?', expected a prompt"
     ):
         asked_about(lambda problem, samples, place: 3, None)
 

@@ -1,4 +1,4 @@
-"""A token sampler of a user's own that does not fit is named with got and wanted before anything is loaded."""
+"""A token sampler of a user's own that does not fit is named with got and expected before anything is loaded."""
 
 from collections.abc import Callable
 

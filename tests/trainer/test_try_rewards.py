@@ -32,9 +32,9 @@ def test_a_reward_that_a_run_could_begin_with_passes(fn: Callable) -> None:
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
-        (of_numpy, r"got ndarray \[1\.\], wanted a finite number or None"),
-        (alone, r"TypeError: .*takes 1 positional argument.*; wanted a finite number or None"),
-        (with_text_only, r"ZeroDivisionError: .*; wanted a finite number or None"),
+        (of_numpy, r"got ndarray \[1\.\], expected a finite number or None"),
+        (alone, r"TypeError: .*takes 1 positional argument.*; expected a finite number or None"),
+        (with_text_only, r"ZeroDivisionError: .*; expected a finite number or None"),
     ],
 )
 def test_what_is_no_reward_is_named(fn: Callable, said: str) -> None:

@@ -42,20 +42,20 @@ def holds_out_text() -> Task:
 
 
 def has_no_file() -> Task:
-    raise ValueError("got no file a.jsonl, wanted one")
+    raise ValueError("got no file a.jsonl, expected one")
 
 
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        (fits(), r"got a Task of 7 \(bound with \(\), which calls it too early\?\), wanted a function of no arg"),
-        (ROWS, "got a list, wanted a function of no arguments that returns a grpo_fn.tasks.task.Task"),
-        (rows, "got a list from test_try_sources.rows, wanted a function of no arguments"),
+        (fits(), r"got a Task of 7 \(bound with \(\), which calls it too early\?\), expected a function of no arg"),
+        (ROWS, "got a list, expected a function of no arguments that returns a grpo_fn.tasks.task.Task"),
+        (rows, "got a list from test_try_sources.rows, expected a function of no arguments"),
         (wants_more, "got TypeError: wants_more.. missing 1 required .* from test_try_sources.wants_more"),
-        (draws_rows, "got a dict as a problem of test_try_sources.draws_rows, wanted a Problem"),
+        (draws_rows, "got a dict as a problem of test_try_sources.draws_rows, expected a Problem"),
         (draws_nothing, "got IndexError: list index out of range from test_try_sources.draws_nothing"),
         (holds_out_text, "got a str as a problem of test_try_sources.holds_out_text"),
-        (has_no_file, "^got no file a.jsonl, wanted one$"),
+        (has_no_file, "^got no file a.jsonl, expected one$"),
     ],
 )
 def test_a_task_that_does_not_fit_is_named(task: Any, said: str) -> None:
@@ -80,7 +80,7 @@ def no_arguments() -> None: ...
     [(no_optimizer, "got a NoneType from test_try_sources.no_optimizer"), (no_arguments, "got TypeError: .*")],
 )
 def test_an_optimizer_that_does_not_fit_is_named(made: Callable, said: str) -> None:
-    with pytest.raises(ValueError, match=f"sections.PolicyUpdate.optimizer: {said}, wanted a torch.optim.Optimizer"):
+    with pytest.raises(ValueError, match=f"sections.PolicyUpdate.optimizer: {said}, expected a torch.optim.Optimizer"):
         try_optimizer(made)
     try_optimizer(torch.optim.SGD)
 
@@ -96,12 +96,12 @@ def test_an_optimizer_that_does_not_fit_is_named(made: Callable, said: str) -> N
     ],
 )
 def test_a_schedule_that_does_not_fit_is_named(factor: Callable, said: str) -> None:
-    with pytest.raises(ValueError, match=f"sections.PolicyUpdate.schedule: {said}.*, wanted a finite number"):
+    with pytest.raises(ValueError, match=f"sections.PolicyUpdate.schedule: {said}.*, expected a finite number"):
         try_schedule(factor, 10)
 
 
 def test_a_model_that_is_neither_a_name_nor_a_source_is_named() -> None:
-    with pytest.raises(ValueError, match=r"train\.train\.model: got a list, wanted a Hugging Face folder"):
+    with pytest.raises(ValueError, match=r"train\.train\.model: got a list, expected a Hugging Face folder"):
         model_source([], "train.train.model")
     assert model_source("some/name", "train.train.model").name == "some/name"
 

@@ -126,8 +126,8 @@ def test_tokens_come_as_often_as_their_probability_says(plain: Case) -> None:
         p = torch.softmax(plain.model(rollout.tokens[:1, :start]).logits[0, -1].double(), -1)
     drawn = torch.bincount(rollout.tokens[:, start], minlength=VOCABULARY).double()
     common = p * n >= 5
-    got, wanted = (torch.cat([x[common], x[~common].sum()[None]]) for x in (drawn, p * n))
-    chi2, freedom = float(((got - wanted) ** 2 / wanted).sum()), len(got) - 1
+    got, expected = (torch.cat([x[common], x[~common].sum()[None]]) for x in (drawn, p * n))
+    chi2, freedom = float(((got - expected) ** 2 / expected).sum()), len(got) - 1
     assert chi2 < freedom + 4 * (2 * freedom) ** 0.5
 
 
@@ -207,7 +207,7 @@ def test_a_row_may_be_as_long_as_the_model_allows(plain: Case) -> None:
     rollout = plain.sampler.sample(asked(["7" * longest]), 1, key=KEY)
     assert rollout.tokens.shape[1] <= POSITIONS
     with pytest.raises(
-        ValueError, match=f"got problem 100 with {longest + 1} prompt tokens .* wanted at most {POSITIONS}"
+        ValueError, match=f"got problem 100 with {longest + 1} prompt tokens .* expected at most {POSITIONS}"
     ):
         plain.sampler.sample(asked(["7" * (longest + 1)]), 1, key=KEY)
 
@@ -244,7 +244,7 @@ def test_a_tensor_that_is_lost_on_the_way_is_noticed(one: Case, end: str, monkey
         return
     with pytest.raises(StaleEngine, match=r"weights of version \d+: got \w+-\w+ in the engine after \w+-\w+ was sent"):
         one.renewed(2)
-    with pytest.raises(RuntimeError, match="wanted a push first"):
+    with pytest.raises(RuntimeError, match="expected a push first"):
         one.sampler.sample(asked(["Tom"]), 1, key=KEY)
     monkeypatch.undo()
     one.renewed(2)
@@ -264,7 +264,7 @@ def test_pushes_of_wrong_names_or_shapes_are_refused(plain: Case, fault: str) ->
     }[fault]
     with pytest.raises(ValueError, match=r"push: got .*up_proj"):
         plain.sampler.engine.push_weights(iter(odd), version=1)
-    with pytest.raises(RuntimeError, match="wanted a push first"):
+    with pytest.raises(RuntimeError, match="expected a push first"):
         plain.sampler.sample(asked(["Tom"]), 1, key=KEY)
     plain.renewed(10)
     assert plain.gap(plain.sampler.sample(asked(["Tom"]), 2, key=KEY)) < CLOSE
@@ -347,7 +347,7 @@ def test_the_deadline_names_what_is_unfinished_and_leaves_nothing_behind(
     plain.renewed(13)
     engine = plain.sampler.engine
     monkeypatch.setattr(engine, "options", replace(engine.options, generate_timeout=1e-6))
-    with pytest.raises(TimeoutError, match="got 6 of 6 requests unfinished after 0 s, wanted all within 1e-06"):
+    with pytest.raises(TimeoutError, match="got 6 of 6 requests unfinished after 0 s, expected all within 1e-06"):
         plain.sampler.sample(asked(["Tom", "a"]), 3, key=KEY)
     monkeypatch.undo()
     assert not plain.sampler.engine.llm.llm_engine.has_unfinished_requests()
@@ -380,7 +380,7 @@ def test_half_precision_is_held_bit_for_bit(tmp_path: Path) -> None:
 def test_a_model_that_vllm_does_not_open_is_refused(tmp_path: Path) -> None:
     model = small("qwen2", tied=True, num_attention_heads=4)  # heads 16 wide, which its CPU attention does not have
     context = seat_of(model, tmp_path / "model", dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"heads 16 wide, wanted one that vLLM opens on CPU: 32, 64"):
+    with pytest.raises(ValueError, match=r"heads 16 wide, expected one that vLLM opens on CPU: 32, 64"):
         colocated(context)
 
 

@@ -169,13 +169,13 @@ def engine(processes, folder, **knobs):
     )
 
 
-def running(processes, wanted):
+def running(processes, expected):
     """Wait until the servers are at work on so many completions."""
     end = time.monotonic() + 60
     while True:
         texts = [httpx2.get(f"{one.url}/metrics", timeout=30).text for one in processes]
         lines = [line for text in texts for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
-        if sum(float(line.split()[-1]) for line in lines) >= wanted:
+        if sum(float(line.split()[-1]) for line in lines) >= expected:
             return
         assert time.monotonic() < end, lines
         time.sleep(0.05)
@@ -334,7 +334,7 @@ def test_calculator_episodes_are_the_policys_and_read_what_a_server_has_read(pro
     for row, mask, said in zip(one.tokens.tolist(), one.mask, one.logp_sampled, strict=True):
         start = int(mask.int().argmax())
         own = own_logp(trained, row[:start], row[start:])
-        assert not bool(mask[start : start + int(mask.sum()) + 1].all()), "wanted an observation"
+        assert not bool(mask[start : start + int(mask.sum()) + 1].all()), "expected an observation"
         assert float((own - said[start:])[mask[start:]].abs().max()) < CLOSE
 
 

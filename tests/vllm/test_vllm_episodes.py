@@ -42,9 +42,9 @@ def with_turns(plain: Case, caller: Any, **knobs: Any) -> VllmSampler:
     return replace(plain.sampler, environments=of, ends=ends(), max_new_tokens=40, max_total_tokens=300)
 
 
-def same(got: Rollout, wanted: Rollout) -> None:
-    assert got.turns == wanted.turns
-    assert all(torch.equal(a, b) for a, b in zip(got[:4], wanted[:4], strict=True))
+def same(got: Rollout, expected: Rollout) -> None:
+    assert got.turns == expected.turns
+    assert all(torch.equal(a, b) for a, b in zip(got[:4], expected[:4], strict=True))
 
 
 def test_calculator_episodes_are_the_policys_and_observations_are_masked(plain: Case) -> None:
@@ -52,7 +52,7 @@ def test_calculator_episodes_are_the_policys_and_observations_are_masked(plain: 
     rollout = sampler.sample(problems(short=2, long=1), GROUP, key=KEY)
     check_rollout(rollout)
     assert plain.gap(rollout) < CLOSE
-    assert Counter(len(turns) for turns in rollout.turns)[3] > 1, "wanted episodes with two observations"
+    assert Counter(len(turns) for turns in rollout.turns)[3] > 1, "expected episodes with two observations"
     for row, mask, turns in zip(rollout.tokens, rollout.mask, rollout.turns, strict=True):
         ids, at = row.tolist(), int(mask.int().argmax())
         for turn, after in pairwise(turns):
@@ -97,8 +97,8 @@ def test_a_row_is_drawn_as_it_is_alone(plain: Case, answer_steps: int | None) ->
         alone = sampler.sample([one], GROUP, key=KEY)
         assert alone.turns == whole.turns[p * GROUP : (p + 1) * GROUP]
         rows = slice(p * GROUP, (p + 1) * GROUP)
-        wanted = whole.logp_sampled[rows][whole.mask[rows]]
-        torch.testing.assert_close(alone.logp_sampled[alone.mask], wanted, rtol=0, atol=CLOSE)
+        expected = whole.logp_sampled[rows][whole.mask[rows]]
+        torch.testing.assert_close(alone.logp_sampled[alone.mask], expected, rtol=0, atol=CLOSE)
 
 
 def test_the_engine_decodes_while_an_environment_works(plain: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +120,11 @@ def test_the_engine_decodes_while_an_environment_works(plain: Case, monkeypatch:
     assert not sampler.repeatable
     rollout = sampler.sample(asked, 1, key=KEY)
     assert over[-1] == 100
-    assert steps["slow one works"] >= 3, "wanted steps for the others' later turns"
+    assert steps["slow one works"] >= 3, "expected steps for the others' later turns"
     assert [len(turns) for turns in rollout.turns] == [3] * 4
-    wanted = with_turns(plain, Here(THREE_TURNS)).sample(asked, 1, key=KEY)
-    assert rollout.turns == wanted.turns
-    assert torch.equal(rollout.tokens, wanted.tokens)
+    expected = with_turns(plain, Here(THREE_TURNS)).sample(asked, 1, key=KEY)
+    assert rollout.turns == expected.turns
+    assert torch.equal(rollout.tokens, expected.tokens)
 
 
 def test_rows_are_at_different_turns_in_one_step(plain: Case, monkeypatch: pytest.MonkeyPatch) -> None:

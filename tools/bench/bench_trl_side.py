@@ -144,7 +144,7 @@ def record(ends: list[float], logged: list[dict[str, Any]], rows: int) -> list[d
     """
     steps = [line for line in logged if "completions/mean_length" in line]
     if len(steps) != len(ends) - 1:
-        raise ValueError(f"got lengths of {len(steps)} steps, wanted those of {len(ends) - 1}")
+        raise ValueError(f"got lengths of {len(steps)} steps, expected those of {len(ends) - 1}")
     return [
         {
             "seconds": after - before,

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None, *, run: Runner = apart) -> int:
     args = flags().parse_args(argv)
     chosen = selected(args.only, args.part)
     if args.device == "cpu" and not args.tiny:
-        flags().error("got --device cpu, wanted --tiny with it: the real shapes would take hours")
+        flags().error("got --device cpu, expected --tiny with it: the real shapes would take hours")
     if find_spec("grpo_fn") is None:  # not installed: the clone itself
         sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # as tools/launch sets it
@@ -104,10 +104,10 @@ def main(argv: Sequence[str] | None = None, *, run: Runner = apart) -> int:
 
 def selected(names: str, part: str | None) -> list[Check]:
     """The checks of these names and this part, all without either. Ends the program for a name that there is not."""
-    wanted = [name for name in names.split(",") if name]
-    if odd := {*wanted} - {check.name for check in CHECKS}:
-        flags().error(f"--only: got {', '.join(sorted(odd))}, wanted some of {', '.join(c.name for c in CHECKS)}")
-    return [check for check in CHECKS if (not wanted or check.name in wanted) and part in (None, check.part)]
+    expected = [name for name in names.split(",") if name]
+    if odd := {*expected} - {check.name for check in CHECKS}:
+        flags().error(f"--only: got {', '.join(sorted(odd))}, expected some of {', '.join(c.name for c in CHECKS)}")
+    return [check for check in CHECKS if (not expected or check.name in expected) and part in (None, check.part)]
 
 
 # -- the page

@@ -166,9 +166,9 @@ def rows(setting: Setting) -> list[Figure]:
         kernel = choose_kernel(query, "sdpa", None)
         name = getattr(kernel, "func", kernel).__name__
         with full_float32():
-            wanted = seen(built(setting, model, dtype, rows=pad_rows, temperature=TEMPERATURE), batch, signal)
+            expected = seen(built(setting, model, dtype, rows=pad_rows, temperature=TEMPERATURE), batch, signal)
             bench = built(setting, model, dtype, rows=pack_shared_prompts, temperature=TEMPERATURE)
-            apart = furthest(seen(bench, batch, signal), wanted)
+            apart = furthest(seen(bench, batch, signal), expected)
             require(bench.policy.logprob_model.input_packing.fit is True, "rows: got padded rows after all")
             what = f"pack_shared_prompts rows, {str(dtype).removeprefix('torch.')}, {name}"
             figures.append(within(f"{what}, of the norm", apart, most, goal=goal))
@@ -184,9 +184,9 @@ def seen(bench: Bench, batch: Batch, signal: Scores) -> list[dict[str, Tensor]]:
     return found
 
 
-def furthest(got: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> float:
+def furthest(got: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> float:
     """The largest of their distances, each of its norm."""
-    return max(distance(a, b)[1] for a, b in zip(got, wanted, strict=True))
+    return max(distance(a, b)[1] for a, b in zip(got, expected, strict=True))
 
 
 # -- the head

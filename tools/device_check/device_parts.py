@@ -276,13 +276,13 @@ def full_float32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def distance(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, float]:
+def distance(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, float]:
     """Of two sets of tensors: the largest difference over the largest entry, and the norm of all over the norm."""
-    if got.keys() != wanted.keys():
-        raise AssertionError(f"got {sorted(got.keys() ^ wanted.keys())[:3]} on one side alone")
-    apart = {name: got[name].cpu().double() - x.cpu().double() for name, x in wanted.items()}
-    biggest = [max(float(x.abs().max()) for x in one.values()) for one in (apart, wanted)]
-    norm = [sum(float(x.double().square().sum()) for x in one.values()) ** 0.5 for one in (apart, wanted)]
+    if got.keys() != expected.keys():
+        raise AssertionError(f"got {sorted(got.keys() ^ expected.keys())[:3]} on one side alone")
+    apart = {name: got[name].cpu().double() - x.cpu().double() for name, x in expected.items()}
+    biggest = [max(float(x.abs().max()) for x in one.values()) for one in (apart, expected)]
+    norm = [sum(float(x.double().square().sum()) for x in one.values()) ** 0.5 for one in (apart, expected)]
     return biggest[0] / biggest[1], norm[0] / norm[1]
 
 

@@ -173,7 +173,7 @@ def taken(bench: Bench, work: Work, device: str, *, steps: int) -> Steps:
         durations.append(time.perf_counter() - began)
         tokens.append(int(experience.batch.mask.sum()))
         norm = figures.get("loss/grad_norm", 0.0)
-        require(0 < norm < float("inf"), f"step {step}: got a gradient norm of {norm}, wanted a finite one above 0")
+        require(0 < norm < float("inf"), f"step {step}: got a gradient norm of {norm}, expected a finite one above 0")
         del experience
     return Steps(durations[1:], tokens[1:], phases, figures)
 
@@ -246,7 +246,7 @@ def cap() -> None:
         torch.empty(int(CAP + GB / 2), dtype=torch.uint8, device="cuda")
     except torch.OutOfMemoryError:
         return
-    raise AssertionError(f"got {(CAP + GB / 2) / GB:g} GB from the allocator, wanted a cap at {CAP / GB:g} GB")
+    raise AssertionError(f"got {(CAP + GB / 2) / GB:g} GB from the allocator, expected a cap at {CAP / GB:g} GB")
 
 
 def held(policy: FSDPPolicy, trained: bool) -> Fingerprint:

@@ -19,14 +19,14 @@ def read(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"got {path}, which cannot be read ({error}), wanted a configuration") from error
+        raise ValueError(f"got {path}, which cannot be read ({error}), expected a configuration") from error
     try:
         config = {".json": json.loads, ".py": literals}.get(path.suffix, yaml.safe_load)(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, yaml.YAMLError) as error:
         said = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path}: got {said}, wanted JSON, YAML or Python literals") from error
+        raise ValueError(f"{path}: got {said}, expected JSON, YAML or Python literals") from error
     if not isinstance(config, Mapping) or not config:
-        raise ValueError(f"{path}: got {type(config).__name__}, wanted keys and values")
+        raise ValueError(f"{path}: got {type(config).__name__}, expected keys and values")
     return config
 
 
@@ -45,12 +45,12 @@ def inherited(path: Path, *, depth: int = 0) -> dict[str, Any]:
     Raises ValueError for files that are laid over each other in a circle, and as `read` does.
     """
     if depth > DEEPEST:
-        raise ValueError(f"{path}: got defaults that lead back to it, wanted files below one another")
+        raise ValueError(f"{path}: got defaults that lead back to it, expected files below one another")
     own = dict(read(path))
     names = own.pop("defaults", None) or []
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{path}: got defaults {names!r}, wanted the name of a file, or several")
+        raise ValueError(f"{path}: got defaults {names!r}, expected the name of a file, or several")
     below: dict[str, Any] = {}
     for name in names:
         below = laid_over(below, inherited(path.parent / name, depth=depth + 1))
@@ -70,7 +70,7 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
     """(dotted key, value) of everything in nested mappings."""
     for key, value in config.items():
         if not isinstance(key, str):
-            raise ValueError(f"got the key {key!r} in {prefix or 'the file'}, wanted text")
+            raise ValueError(f"got the key {key!r} in {prefix or 'the file'}, expected text")
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
         else:
@@ -98,18 +98,18 @@ def interpolated(config: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, str) or not (place := PLACE.search(value)):
             return value
         if depth > DEEPEST:
-            raise ValueError(f"got {value!r}, which refers to itself, wanted a value")
+            raise ValueError(f"got {value!r}, which refers to itself, expected a value")
         if place[1].startswith("mul:"):
             factors = [number(str(resolve(part.strip(), key, depth + 1))) for part in place[1][4:].split(",")]
             if not all(isinstance(factor, float) and isfinite(factor) for factor in factors):
-                raise ValueError(f"got {place[0]}, wanted numbers to multiply")
+                raise ValueError(f"got {place[0]}, expected numbers to multiply")
             there = prod(int(factor) if factor.is_integer() else factor for factor in factors)
         else:
             name = place[1].lstrip(".")
             if dots := len(place[1]) - len(name):
                 name = ".".join([*key.split(".")[:-dots], name])
             if name not in values:
-                raise ValueError(f"got {place[0]} at {key}, wanted a key of the file")
+                raise ValueError(f"got {place[0]} at {key}, expected a key of the file")
             there, key = values[name], name if place[0] == value else key
         if place[0] != value:
             there = value[: place.start()] + str(there) + value[place.end() :]

@@ -24,7 +24,8 @@ def kind_of(config: Mapping[str, Any]) -> str:
     """nemo_rl or trl, by the keys. Raises ValueError when they are neither's."""
     if {"actor_rollout_ref", "algorithm"} & config.keys():  # before NeMo-RL's: verl has a distillation.*, too
         raise ValueError(
-            "got a configuration of verl, wanted NeMo-RL's or TRL's; docs/migrating/from_verl.md has the knobs by hand"
+            "got a configuration of verl, expected NeMo-RL's or TRL's; docs/migrating/from_verl.md has the knobs by "
+            "hand"
         )
     if any(isinstance(config.get(name), Mapping) for name in ("grpo", "distillation")):
         return "nemo_rl"
@@ -33,7 +34,7 @@ def kind_of(config: Mapping[str, Any]) -> str:
     if known & config.keys():
         return "trl"
     got = ", ".join(sorted(map(str, config))[:8])
-    raise ValueError(f"got the keys {got}, wanted `grpo` and `policy` (NeMo-RL) or fields of a GRPOConfig (TRL)")
+    raise ValueError(f"got the keys {got}, expected `grpo` and `policy` (NeMo-RL) or fields of a GRPOConfig (TRL)")
 
 
 def flags() -> argparse.ArgumentParser:
@@ -53,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = flags().parse_args(argv)
     try:
         if args.world < 1 or (args.rows is not None and args.rows < 1):
-            raise ValueError(f"got --world {args.world} --rows {args.rows}, wanted numbers from 1")
+            raise ValueError(f"got --world {args.world} --rows {args.rows}, expected numbers from 1")
         if args.out is not None and args.out.exists():
-            raise ValueError(f"--out: got {args.out}, which exists; wanted a free name")
+            raise ValueError(f"--out: got {args.out}, which exists; expected a free name")
         config = inherited(args.config)
         trl = kind_of(config) == "trl"
         draft = from_trl(config, args.world, args.rows) if trl else from_nemo_rl(config, args.rows)

@@ -17,7 +17,7 @@ def from_nemo_rl(config: Mapping[str, Any], rows: int | None = None) -> Draft:
     """The YAML of a NeMo-RL GRPO run. Raises ValueError for what is refused there, and for Megatron alone."""
     if "distillation" in config:
         raise ValueError(
-            "distillation: got NeMo-RL's distillation of a teacher's top logits, wanted its GRPO with adv_estimator "
+            "distillation: got NeMo-RL's distillation of a teacher's top logits, expected its GRPO with adv_estimator "
             "opd; algo/opd.gin has the reverse KL of the sampled token (docs/algorithms/distillation.md)"
         )
     key, draft = Reader(interpolated(config), NEMO_RL), Draft()
@@ -43,10 +43,10 @@ def nemo_batches(key: Reader, draft: Draft, rows: int | None) -> None:
     update, total = key("policy.train_global_batch_size", prompts * group), key("policy.max_total_sequence_length")
     steps, epochs = key("grpo.max_num_steps"), key("grpo.max_num_epochs")
     if steps is None or steps < 1:
-        raise ValueError(f"grpo.max_num_steps: got {steps}, wanted a number of steps")
+        raise ValueError(f"grpo.max_num_steps: got {steps}, expected a number of steps")
     if prompts * group % update or prompts % (parts := prompts * group // update):
         raise ValueError(
-            f"policy.train_global_batch_size: got {update} for {prompts} prompts x {group} samples, wanted a divisor "
+            f"policy.train_global_batch_size: got {update} for {prompts} prompts x {group} samples, expected a divisor "
             "that leaves whole groups"
         )
     if epochs is not None and rows is not None:
@@ -62,7 +62,7 @@ def nemo_batches(key: Reader, draft: Draft, rows: int | None) -> None:
     if key(f"{SHAPING}enabled"):  # DAPO's punishment of rows that run long, as a part of the reward
         most, buffer = key(f"{SHAPING}max_response_length", longest), key(f"{SHAPING}overlong_buffer_length")
         if buffer > most:
-            raise ValueError(f"{SHAPING}overlong_buffer_length: got {buffer}, wanted at most {most}")
+            raise ValueError(f"{SHAPING}overlong_buffer_length: got {buffer}, expected at most {most}")
         parts = ["@math.correct", draft.bind("format.soft_overlong_punishment", max_length=most)]
         draft.bind("combine.combine", parts=parts, weights=[1.0, key(f"{SHAPING}overlong_buffer_penalty")])
         if longest > most:
@@ -88,7 +88,7 @@ def nemo_correction(key: Reader, draft: Draft) -> None:
     kind, low, high = key(f"{TIS}type"), key(f"{TIS}ratio_min"), key(f"{TIS}ratio")
     if kind == "seq-mask-tis":
         if not low <= 1 <= high:
-            raise ValueError(f"{TIS}ratio: got {low:g} to {high:g}, wanted 1 within")
+            raise ValueError(f"{TIS}ratio: got {low:g} to {high:g}, expected 1 within")
         mask, high = draft.bind("corrections.sequence_masked_weight", low=low, high=high), LARGEST
     name, low = ("masked_weight", low) if kind == "icepop" else ("truncated_weight", 0.0)
     correct(draft, bounded(draft, name, low, high, f"{TIS}ratio", sequence=sequence), mask)
@@ -132,7 +132,7 @@ def nemo_teacher(key: Reader, draft: Draft) -> str:
     models = sorted({str(key.values[name] or "") for name in names})
     if len(models) != 1 or not models[0]:
         raise ValueError(
-            f"{TEACHERS}: got {models} with adv_estimator opd, wanted one model; several are sections.Teacher.models "
+            f"{TEACHERS}: got {models} with adv_estimator opd, expected one model; several are sections.Teacher.models "
             "(docs/algorithms/distillation.md)"
         )
     key.taken |= {*names, "on_policy_distillation.enabled"}
@@ -144,9 +144,9 @@ def nemo_optimizer(key: Reader, draft: Draft) -> None:
     """AdamW, and a warm-up where the schedule begins with one."""
     name, betas = key("policy.optimizer.name"), key(f"{ADAM}betas", [0.9, 0.999])
     if name.rpartition(".")[2] not in ("AdamW", "FusedAdam"):
-        raise ValueError(f"policy.optimizer.name: got {name!r}, wanted torch.optim.AdamW or a FusedAdam")
+        raise ValueError(f"policy.optimizer.name: got {name!r}, expected torch.optim.AdamW or a FusedAdam")
     if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{ADAM}betas: got {betas}, wanted two numbers in [0, 1)")
+        raise ValueError(f"{ADAM}betas: got {betas}, expected two numbers in [0, 1)")
     optimizer = draft.bind("optimizer.adamw", beta1=float(betas[0]), beta2=float(betas[1]))
     updates = draft.knobs["step.Algorithm.minibatches"]  # of a step; schedules count steps there, updates here
     warm, odd = 0, []

@@ -18,7 +18,7 @@ def from_trl(config: Mapping[str, Any], world: int, rows: int | None) -> Draft:
     """A GRPOConfig's fields. Raises ValueError for what TRL refuses."""
     if taught := sorted(TEACHERS & config.keys()):
         raise ValueError(
-            f"got {', '.join(taught)}, of a DistillationConfig, GKDConfig or IWOPDConfig, wanted a GRPOConfig; "
+            f"got {', '.join(taught)}, of a DistillationConfig, GKDConfig or IWOPDConfig, expected a GRPOConfig; "
             "algo/opd.gin and algo/iw_opd.gin with scale/teacher.gin learn from a teacher (docs/migrating/from_trl.md)"
         )
     key, draft = Reader(config, TRL), Draft()
@@ -34,7 +34,7 @@ def from_trl(config: Mapping[str, Any], world: int, rows: int | None) -> Draft:
         draft.bind("sections.Evaluation", every=batches.in_steps(key("eval_steps")))
     if key("eval_strategy") == "epoch":
         if rows is None:
-            raise ValueError("eval_strategy: got 'epoch', wanted --rows, the training rows, to count steps with")
+            raise ValueError("eval_strategy: got 'epoch', expected --rows, the training rows, to count steps with")
         draft.bind("sections.Evaluation", every=ceil(rows / draft.knobs["step.Algorithm.prompts"]))
     draft.includes.append("task/rows.gin")
     key.rest(draft)
@@ -68,18 +68,18 @@ def trl_batches(key: Reader, draft: Draft, world: int, rows: int | None) -> Batc
     sampled = sampled or at_once * (rounds or accumulate)
     if sampled % at_once or sampled % group:
         raise ValueError(
-            f"generation_batch_size: got {sampled}, wanted a multiple of num_generations {group} and of "
+            f"generation_batch_size: got {sampled}, expected a multiple of num_generations {group} and of "
             f"per_device_train_batch_size {device} x {world} processes (--world)"
         )
     if update % sampled and sampled % update:
         raise ValueError(
-            f"generation_batch_size: got {sampled} with {update} completions an optimizer step, wanted one to be a "
+            f"generation_batch_size: got {sampled} with {update} completions an optimizer step, expected one to be a "
             "multiple of the other: a step here samples, then makes whole optimizer steps of it"
         )
     if sampled < update and epochs > 1:
         raise ValueError(
             f"num_iterations: got {epochs} with {sampled} completions sampled at a time and {update} an optimizer "
-            "step, which has the same ones several times there; wanted whole optimizer steps of what is sampled"
+            "step, which has the same ones several times there; expected whole optimizer steps of what is sampled"
         )
     prompts, splits = max(sampled, update) // group, max(1, sampled // update)
     parts = max(n for n in range(1, splits + 1) if prompts % n == 0)
@@ -92,7 +92,7 @@ def trl_batches(key: Reader, draft: Draft, world: int, rows: int | None) -> Batc
         draft.differs("steps_per_generation", "TRL shuffles completions into its minibatches; whole groups here")
     steps, passes = key("max_steps"), key("num_train_epochs")
     if steps <= 0 and rows is None:
-        raise ValueError(f"max_steps: got none, with num_train_epochs {passes:g}; wanted --rows, the training rows")
+        raise ValueError(f"max_steps: got none, with num_train_epochs {passes:g}; expected --rows, the training rows")
     steps = ceil(steps / (parts * epochs) if steps > 0 or rows is None else passes * rows / prompts)
     draft.macros["STEPS"] = steps
     draft.bind("train.train", model="%MODEL")
@@ -116,7 +116,9 @@ def trl_loss(key: Reader, draft: Draft, batches: Batches, world: int) -> None:
     high = key("epsilon_high", low)
     if kind == "cispo":
         if high <= 1:
-            raise ValueError(f"epsilon_high: got {high} with loss_type cispo, wanted more than 1: it is the cap itself")
+            raise ValueError(
+                f"epsilon_high: got {high} with loss_type cispo, expected more than 1: it is the cap itself"
+            )
         loss = draft.bind("losses.cispo", clip_high=round(high - 1, 12))
     elif kind in ("sapo", "vespo"):
         loss = "@losses.sapo" if kind == "sapo" else "@losses.vespo"
@@ -167,7 +169,7 @@ def trl_weight(key: Reader, draft: Draft) -> str | None:
         cap = UNBOUNDED
     low, high = key(f"{place}clip_min"), key(f"{place}clip_max", cap)
     if kind == "truncate" and high == UNBOUNDED and not low:
-        raise ValueError(f"{place}clip_max: got None without a clip_min, wanted one of them")
+        raise ValueError(f"{place}clip_max: got None without a clip_min, expected one of them")
     if key("loss_type") == "vespo":
         return None
     kind = "truncated_weight" if kind == "truncate" else "masked_weight"
@@ -179,7 +181,7 @@ def trl_advantage(key: Reader, draft: Draft, batches: Batches) -> None:
     value = key("scale_rewards", "group")
     name = {True: "group", False: "none"}.get(value, value)
     if name not in ("group", "batch", "none"):
-        raise ValueError(f"scale_rewards: got {value!r}, wanted group, batch, none, true or false")
+        raise ValueError(f"scale_rewards: got {value!r}, expected group, batch, none, true or false")
     advantage = normalized(draft, 1e-4) if name == "group" else "@advantage.mean_centered"
     credit = draft.bind("credit.outcome", advantage=advantage)
     if name == "batch":
@@ -196,7 +198,7 @@ def trl_optimizer(key: Reader, draft: Draft, updates: int) -> None:
         shares = [key(name) / (unit or 1.0) for name, unit in units.items() if name in key.values]
         if len(shares) != 1 or shares[0] > 1:
             raise ValueError(
-                f"{place}: got {shares} of the rate, wanted one of min_lr and min_lr_rate, at most the rate"
+                f"{place}: got {shares} of the rate, expected one of min_lr and min_lr_rate, at most the rate"
             )
         floor = shares[0]
     warm = key("warmup_steps")
@@ -211,14 +213,14 @@ def trl_optimizer(key: Reader, draft: Draft, updates: int) -> None:
 def trl_device(key: Reader, draft: Draft) -> None:
     """Precision, sharding, adapters."""
     if key("fp16") and key("bf16", False):
-        raise ValueError("got bf16 and fp16, wanted one of them")
+        raise ValueError("got bf16 and fp16, expected one of them")
     words = key("fsdp", "")
     if isinstance(words, bool):
         words = ["full_shard"] if words else []
     words = words.split() if isinstance(words, str) else words
     odd = [word for word in words if word not in (*STRATEGIES, "offload", "auto_wrap", "hybrid_shard_zero2")]
     if odd:
-        raise ValueError(f"fsdp: got {odd}, wanted some of {', '.join((*STRATEGIES, 'offload', 'auto_wrap'))}")
+        raise ValueError(f"fsdp: got {odd}, expected some of {', '.join((*STRATEGIES, 'offload', 'auto_wrap'))}")
     if "hybrid_shard_zero2" in words:
         instead = "scale/hybrid_shard.gin with mesh.Parallelism.reshard_after_forward=False"
         draft.left("fsdp", f"hybrid_shard_zero2: {instead}")

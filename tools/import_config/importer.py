@@ -169,16 +169,16 @@ class Reader:
         if isinstance(value, float) and types == (int,) and value.is_integer():
             value = int(value)
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise ValueError(f"{name}: got {value!r}, wanted {' or '.join(kind.__name__ for kind in types)}")
+            raise ValueError(f"{name}: got {value!r}, expected {' or '.join(kind.__name__ for kind in types)}")
         if isinstance(value, int | float) and not abs(value) <= LARGEST:
-            raise ValueError(f"{name}: got {value!r}, wanted a number of at most {LARGEST:g}")
+            raise ValueError(f"{name}: got {value!r}, expected a number of at most {LARGEST:g}")
         value = float(value) if float in types else value
         for sign, bound in bounds:
             holds, words = SIGNS[sign]
             if not holds(value, float(bound)):
-                raise ValueError(f"{name}: got {value}, wanted {words} {bound}")
+                raise ValueError(f"{name}: got {value}, expected {words} {bound}")
         if known and value not in known:
-            raise ValueError(f"{name}: got {value!r}, wanted one of {', '.join(known)}")
+            raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(known)}")
         return Text(value) if isinstance(value, str) else value
 
     def holds(self, when: str) -> bool:
@@ -233,7 +233,7 @@ def clipped(draft: Draft, low: float, high: float, cap: float | None, name: str,
         loss = "losses.sequence_ratio" if sequence else "losses.clipped_ratio"
         return draft.bind(loss, clip_low=low, clip_high=high)
     if cap <= 1:
-        raise ValueError(f"{name}: got {cap}, wanted more than 1")
+        raise ValueError(f"{name}: got {cap}, expected more than 1")
     return draft.bind("losses.dual_clip", clip_low=low, clip_high=high, cap=cap)
 
 
@@ -245,7 +245,7 @@ def normalized(draft: Draft, eps: float) -> str:
 def bounded(draft: Draft, kind: str, low: float, high: float, name: str, *, sequence: bool) -> str:
     """A truncated or a masked weight, of tokens or rows; the upper bound is the original's `name`."""
     if not low <= 1 <= high:
-        raise ValueError(f"{name}: got {low:g} to {high:g}, wanted 1 within, or the policy's own samples lose weight")
+        raise ValueError(f"{name}: got {low:g} to {high:g}, expected 1 within, or the policy's own samples lose weight")
     if kind == "truncated_weight" and low:
         draft.left(f"the lower bound beside {name}", f"{low:g}: a small weight stays small")
     if sequence:

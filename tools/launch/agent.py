@@ -106,7 +106,7 @@ class StoreWatch(threading.Thread):
             waited = max((now - start for start in since.values()), default=0.0)
             if waited > self.limit and not any(exit_code(w.pid) is None for w in psutil.Process().children()):
                 print(
-                    f"error: waited {waited:.0f} s for the rendezvous host to answer, wanted at most {self.limit:g}; "
+                    f"error: waited {waited:.0f} s for the rendezvous host to answer, expected at most {self.limit:g}; "
                     "the same command goes on from the newest checkpoint",
                     file=sys.stderr,
                     flush=True,
@@ -155,7 +155,7 @@ def through_worker(args: Sequence[str]) -> list[str]:
     """
     asked = torchrun.parse_args(list(args))
     if not asked.module:
-        raise ValueError(f"got {asked.training_script!r} to start, wanted a module: -m grpo_fn.run")
+        raise ValueError(f"got {asked.training_script!r} to start, expected a module: -m grpo_fn.run")
     own = list(args[: len(args) - len(asked.training_script_args) - 1])
     while own and own[-1] in ("-m", "--module"):
         own.pop()
@@ -202,8 +202,8 @@ def launched(args: Namespace, stop: Stop) -> int:
         print(failures(failed), file=sys.stderr)
         return verdict([failure.exitcode for failure in failed.failures.values()])
     except RendezvousError as lost:
-        wanted = f"{args.nnodes} at {args.rdzv_endpoint or 'this host'}"
-        print(f"error: got no rendezvous of the hosts ({lost}), wanted {wanted}", file=sys.stderr)
+        expected = f"{args.nnodes} at {args.rdzv_endpoint or 'this host'}"
+        print(f"error: got no rendezvous of the hosts ({lost}), expected {expected}", file=sys.stderr)
         return LOST
 
 
@@ -231,7 +231,7 @@ def seconds(name: str, text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (number := float(text)) < float("inf"):
             return number
-    raise ValueError(f"{name}: got {text!r}, wanted seconds above 0")
+    raise ValueError(f"{name}: got {text!r}, expected seconds above 0")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ fail() {
 
 whole_number() { # NAME VALUE LOWEST
   if [[ $2 =~ ^[0-9]{1,6}$ ]] && ((10#$2 >= $3)); then return; fi
-  fail "$1: got '$2', wanted a whole number from $3"
+  fail "$1: got '$2', expected a whole number from $3"
 }
 
 devices() {
@@ -44,7 +44,7 @@ while (($#)); do
     --max-restarts=*) restarts=${1#*=} && shift ;;
     --nproc=*) NPROC=${1#*=} && shift ;;
     --max-restarts | --nproc)
-      (($# > 1)) || fail "$1: got nothing after it, wanted a whole number"
+      (($# > 1)) || fail "$1: got nothing after it, expected a whole number"
       if [[ $1 == --nproc ]]; then NPROC=$2; else restarts=$2; fi
       shift 2
       ;;
@@ -53,12 +53,12 @@ while (($#)); do
 done
 
 given=" $* "
-[[ $given == *" --gin_file"[\ =]* ]] || fail "got no --gin_file, wanted one, as in --gin_file run/arithmetic.gin"
+[[ $given == *" --gin_file"[\ =]* ]] || fail "got no --gin_file, expected one, as in --gin_file run/arithmetic.gin"
 nproc=$(devices)
 whole_number NPROC "$nproc" 1
 whole_number --max-restarts "$restarts" 0
 "$python" -c 'import importlib.util as i, sys; sys.exit(not (i.find_spec("torch") and i.find_spec("psutil")))' 2>/dev/null ||
-  fail "got no torchrun from $python, wanted a Python with this project installed (make .venv/ready, or set PYTHON)"
+  fail "got no torchrun from $python, expected a Python with this project installed (make .venv/ready, or set PYTHON)"
 
 for word in "$@"; do
   # Says what so many ranks would do, once, without starting them; --ranks of the user's own comes later and wins.

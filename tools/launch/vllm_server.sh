@@ -19,10 +19,10 @@ fail() {
 
 whole_number() { # NAME VALUE LOWEST HIGHEST
   if [[ $2 =~ ^[0-9]{1,15}$ ]] && ((10#$2 >= $3 && 10#$2 <= $4)); then return; fi
-  fail "$1: got '$2', wanted a whole number from $3 to $4"
+  fail "$1: got '$2', expected a whole number from $3 to $4"
 }
 
-(($#)) && [[ $1 != -* ]] || fail "got '${1:-nothing}' as the first argument, wanted a model folder or hub name"
+(($#)) && [[ $1 != -* ]] || fail "got '${1:-nothing}' as the first argument, expected a model folder or hub name"
 model=$1 && shift
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -39,9 +39,9 @@ transfer=${TRANSFER:-file}
 kv_cache=${KV_CACHE_BYTES:-$((2 ** 30))}
 whole_number PORT "$port" 1 65535
 whole_number KV_CACHE_BYTES "$kv_cache" 1 $((10 ** 15 - 1))
-[[ $transfer == nccl || $transfer == file ]] || fail "TRANSFER: got '$transfer', wanted nccl or file"
+[[ $transfer == nccl || $transfer == file ]] || fail "TRANSFER: got '$transfer', expected nccl or file"
 "$python" -c 'import importlib.util as i, sys; sys.exit(not i.find_spec("vllm"))' 2>/dev/null ||
-  fail "got no vLLM from $python, wanted a Python with it (pip install '.[vllm]', or set PYTHON)"
+  fail "got no vLLM from $python, expected a Python with it (pip install '.[vllm]', or set PYTHON)"
 
 own=(
   --host "$host" --port "$port"

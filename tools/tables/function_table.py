@@ -51,7 +51,7 @@ def entry(name: str, function: Callable[..., object]) -> Entry:
     knobs = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     formula, _, rest = (inspect.getdoc(function) or "").partition("\n")
     if not formula:
-        raise ValueError(f"{function.__module__}.{name}: got no docstring, wanted one: its first line is the formula")
+        raise ValueError(f"{function.__module__}.{name}: got no docstring, expected one: its first line is the formula")
     labelled = dict.fromkeys(LABELS.values(), "")
     body = [formula]
     for paragraph in re.split(rf"\n\n|\n(?=(?:{'|'.join(LABELS)}):)", rest.strip()):

@@ -147,7 +147,7 @@ class AsyncSaver(AbstractContextManager):
         except TimeoutError as error:
             raise LostRank(
                 f"rank {self.world.rank} of {self.world.size} waited for the checkpoint of step {self._step} to be "
-                f"written, wanted at most {self.world.deadline:g} s"
+                f"written, expected at most {self.world.deadline:g} s"
             ) from error
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -203,7 +203,7 @@ class AsyncSaver(AbstractContextManager):
     def _write_mine(self, job: SaveJob) -> Written:
         rank = self.world.rank
         if not job.folder.is_dir():
-            raise ValueError(f"got no folder {job.folder} here, wanted a run folder on a disk that all ranks share")
+            raise ValueError(f"got no folder {job.folder} here, expected a run folder on a disk that all ranks share")
         results = tensor_shards.write_shards(job.folder, self._shares.plans[rank], self._buffers)
         return results, {path.name: entry(path) for path in tensor_shards.files(job.folder, rank)}
 

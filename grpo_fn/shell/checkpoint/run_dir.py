@@ -77,12 +77,12 @@ def _clean_up_export(run_dir: Path) -> None:
 
 def _check_kind(run_dir: Path) -> None:
     if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(f"got run folder {run_dir}, a file; wanted a folder or a free name")
+        raise ValueError(f"got run folder {run_dir}, a file; expected a folder or a free name")
     names = sorted(p.name for p in run_dir.iterdir()) if run_dir.is_dir() else []
     # A process killed while it made the folder leaves some of these and no marker yet.
     ours = {LOCK, "config.gin", ".config.gin.tmp", f".{MARKER}.tmp", *FOLDERS}
     if MARKER not in names and not ours.issuperset(names):
-        raise ValueError(f"got run folder {run_dir} with {names[:5]}, wanted an empty one or one with {MARKER}")
+        raise ValueError(f"got run folder {run_dir} with {names[:5]}, expected an empty one or one with {MARKER}")
 
 
 def _hold(run_dir: Path) -> None:
@@ -96,7 +96,7 @@ def _hold(run_dir: Path) -> None:
         holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise ValueError(
-            f"got run folder {run_dir}, which process {holder} is working in; wanted another one, or wait for it"
+            f"got run folder {run_dir}, which process {holder} is working in; expected another one, or wait for it"
         ) from error
     os.ftruncate(fd, 0)
     os.write(fd, f"{os.getpid()}\n".encode())
@@ -128,7 +128,7 @@ def _check_same(run_dir: Path, config_text: str, fingerprint: str) -> None:
         same = not {*recorded.split("/")}.isdisjoint(fingerprint.split("/"))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"got {run_dir / MARKER} that names no fingerprint ({error!r}), wanted a run's own: choose another "
+            f"got {run_dir / MARKER} that names no fingerprint ({error!r}), expected a run's own: choose another "
             "--run_dir, or pass --force to go on in this one with the new configuration"
         ) from error
     if same:
@@ -144,6 +144,6 @@ def _check_same(run_dir: Path, config_text: str, fingerprint: str) -> None:
         shown += [f"read by: {', '.join(readers)}"]
     listing = "\n  ".join(shown or [f"the same text; fingerprint {recorded}, now {fingerprint}"])
     raise ValueError(
-        f"got run folder {run_dir} of another configuration, wanted the same one (- there, + now):\n  {listing}\n"
+        f"got run folder {run_dir} of another configuration, expected the same one (- there, + now):\n  {listing}\n"
         "choose another --run_dir, or pass --force to go on in this one with the new configuration"
     )

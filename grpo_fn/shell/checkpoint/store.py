@@ -113,7 +113,7 @@ def prune(
     is left for `latest_verified` to name. Returns the deleted steps.
     """
     if keep_last < 1 or keep_best < 0:
-        raise ValueError(f"got keep_last {keep_last}, keep_best {keep_best}; wanted at least 1 and at least 0")
+        raise ValueError(f"got keep_last {keep_last}, keep_best {keep_best}; expected at least 1 and at least 0")
     metas = {step: meta for step in steps(root) if (meta := _meta_if_whole(root / f"step_{step}")) is not None}
     scored = {step: scores.get(step, meta.get("metrics", {}).get(metric)) for step, meta in metas.items()}
     ranked = sorted(((score, step) for step, score in scored.items() if score is not None), reverse=True)
@@ -168,10 +168,10 @@ def _check_fits(path: Path, tensors: Mapping[str, Tensor], exact: bool) -> None:
         expected = (tuple(tensor.shape), tensor.dtype)
         if (got := stored.get(name)) != expected:
             text = "no such tensor" if got is None else f"{got[0]} {got[1]}"
-            raise ValueError(f"got {text} for {name} in checkpoint {path}, wanted {expected[0]} {expected[1]}")
+            raise ValueError(f"got {text} for {name} in checkpoint {path}, expected {expected[0]} {expected[1]}")
     if exact and (more := sorted(stored.keys() - tensors.keys())):
         raise ValueError(
-            f"got {len(more)} tensors such as {more[0]} in checkpoint {path}, wanted none that the policy lacks"
+            f"got {len(more)} tensors such as {more[0]} in checkpoint {path}, expected none that the policy lacks"
         )
 
 
@@ -251,9 +251,9 @@ def entry(path: Path) -> Entry:
 def verify(path: Path) -> dict[str, Any]:
     """The manifest, once every file is there with its size and sha256. Raises Broken with the reason."""
     manifest = read_manifest(path)
-    for name, wanted in manifest["files"].items():
-        if (got := _sha256(path / name)) != wanted["sha256"]:
-            raise Broken(f"{name} has sha256 {got[:12]}..., wanted {wanted['sha256'][:12]}...")
+    for name, expected in manifest["files"].items():
+        if (got := _sha256(path / name)) != expected["sha256"]:
+            raise Broken(f"{name} has sha256 {got[:12]}..., expected {expected['sha256'][:12]}...")
     return manifest
 
 
@@ -271,14 +271,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not sound:
         raise Broken(f"{MANIFEST} does not match its own sha256")
     if body["format"] != FORMAT:
-        raise ValueError(f"got checkpoint {path} of format {body['format']}, wanted {FORMAT}: another version wrote it")
+        raise ValueError(
+            f"got checkpoint {path} of format {body['format']}, expected {FORMAT}: another version wrote it"
+        )
     if path.name != f"step_{body['step']}":
         raise Broken(f"{MANIFEST} is of step {body['step']}")
-    for name, wanted in body["files"].items():
+    for name, expected in body["files"].items():
         if not (path / name).is_file():
             raise Broken(f"{name} is missing")
-        if (got := (path / name).stat().st_size) != wanted["size"]:
-            raise Broken(f"{name} has {got:,} bytes, wanted {wanted['size']:,}")
+        if (got := (path / name).stat().st_size) != expected["size"]:
+            raise Broken(f"{name} has {got:,} bytes, expected {expected['size']:,}")
     return body
 
 
@@ -295,7 +297,7 @@ def _sha256(path: Path) -> str:
 def pack_blobs(blobs: Mapping[str, Any]) -> dict[str, bytes]:
     """File name to bytes, for every blob. Raises ValueError for what would not come back as it is."""
     if odd := [name for name in blobs if not name.isidentifier()]:
-        raise ValueError(f"got blob names {odd}, wanted identifiers: they become file names")
+        raise ValueError(f"got blob names {odd}, expected identifiers: they become file names")
     packed = {}
     for name, blob in blobs.items():
         _check(name, blob)
@@ -321,5 +323,5 @@ def _check(where: str, value: Any) -> None:
             _check(f"{where}[{i}]", item)
     elif not isinstance(value, Tensor) and type(value) not in PLAIN:
         raise ValueError(
-            f"got a {type(value).__name__} at {where}, wanted tensors, numbers, strings and plain containers"
+            f"got a {type(value).__name__} at {where}, expected tensors, numbers, strings and plain containers"
         )

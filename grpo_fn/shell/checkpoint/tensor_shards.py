@@ -37,7 +37,7 @@ def local_save_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
     """The pieces that this rank holds. Raises ValueError for a DTensor that is not summed up yet."""
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-            raise ValueError(f"got {name} placed {tensor.placements}, wanted it reduced before it is saved")
+            raise ValueError(f"got {name} placed {tensor.placements}, expected it reduced before it is saved")
     plan = _planner(tensors).create_local_plan()
     pieces = [(item, item.tensor_data) for item in plan.items]
     # Where there are too few rows for all ranks, some come away with an empty piece: those are left out.
@@ -184,7 +184,7 @@ class _Unpickler(pickle.Unpickler):
         value = vars(torch).get(name) if module == "torch" else None
         if value is torch.Size or isinstance(value, torch.dtype):
             return value
-        raise pickle.UnpicklingError(f"got {module}.{name} in {INDEX}, wanted nothing but descriptions of tensors")
+        raise pickle.UnpicklingError(f"got {module}.{name} in {INDEX}, expected nothing but descriptions of tensors")
 
 
 _DESCRIPTIONS = {

@@ -61,12 +61,12 @@ def environment(
         ValueError: where the package mcp is missing, for no command, and for numbers that are not more than 0.
     """
     if find_spec("mcp") is None:
-        raise ValueError("mcp_tools.environment: got no package mcp, wanted pip install 'grpo-fn[mcp]'")
+        raise ValueError("mcp_tools.environment: got no package mcp, expected pip install 'grpo-fn[mcp]'")
     if isinstance(command, str) or not command:
-        raise ValueError(f"mcp_tools.environment.command: got {command!r}, wanted a program and its arguments")
+        raise ValueError(f"mcp_tools.environment.command: got {command!r}, expected a program and its arguments")
     for name, value in (("max_turns", max_turns), ("deadline", deadline), ("max_output", max_output)):
         if not value > 0:
-            raise ValueError(f"mcp_tools.environment.{name}: got {value}, wanted more than 0")
+            raise ValueError(f"mcp_tools.environment.{name}: got {value}, expected more than 0")
     server = ToolServer(tuple(command), tuple(variables), deadline, max_output)
     answer = partial(answer_each, answer=server.answer)
     return Environment(
@@ -107,11 +107,11 @@ class ToolServer:
         """What the tool answers; a text that begins with `error:` where it refuses, or is not there."""
         connection = self._connected()
         if call.name not in connection.schemas:
-            return f"error: got the tool {call.name!r}, wanted one of {', '.join(connection.schemas)}"
+            return f"error: got the tool {call.name!r}, expected one of {', '.join(connection.schemas)}"
         try:
             json.dumps(call.arguments, ensure_ascii=False, allow_nan=False).encode()
         except ValueError as error:
-            return f"error: arguments of {call.name}: got {error}, wanted JSON in UTF-8"
+            return f"error: arguments of {call.name}: got {error}, expected JSON in UTF-8"
         try:
             return connection.call(call.name, call.arguments)[: self.max_output]
         except Exception:
@@ -138,10 +138,10 @@ class Connection:
 
         self._server, self._name = server, " ".join(server.command)
         if shutil.which(server.command[0]) is None:
-            raise RuntimeError(f"MCP server {self._name}: got no program {server.command[0]!r}, wanted one on PATH")
+            raise RuntimeError(f"MCP server {self._name}: got no program {server.command[0]!r}, expected one on PATH")
         if missing := [name for name in server.variables if name not in os.environ]:
             raise RuntimeError(
-                f"MCP server {self._name}: got no value of {', '.join(missing)}, wanted these variables set"
+                f"MCP server {self._name}: got no value of {', '.join(missing)}, expected these variables set"
             )
         self.schemas: dict[str, dict[str, PlainData]] = {}
         stack = ExitStack()
@@ -180,7 +180,7 @@ class Connection:
             for tool in page.tools:
                 if tool.name in self.schemas:
                     raise ValueError(
-                        f"MCP server {self._name}: got two tools of the name {tool.name!r}, wanted each name once"
+                        f"MCP server {self._name}: got two tools of the name {tool.name!r}, expected each name once"
                     )
                 function = {
                     "name": tool.name,
@@ -192,7 +192,7 @@ class Connection:
             if cursor is None:
                 break
         if not self.schemas:
-            raise RuntimeError(f"MCP server {self._name}: got no tools, wanted at least 1")
+            raise RuntimeError(f"MCP server {self._name}: got no tools, expected at least 1")
 
     def _wait(self, future: "Future[Result]", what: str) -> Result:
         try:

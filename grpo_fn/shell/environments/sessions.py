@@ -73,9 +73,9 @@ class Sessions:
 
     def at(self, state: Mapping[str, Any]) -> Session:
         """A session that stands at the state. Raises RuntimeError where its actions do not lead there."""
-        wanted = session_place(state)
+        expected = session_place(state)
         for place, (stands, session) in enumerate(self._resting):
-            if stands == wanted:
+            if stands == expected:
                 del self._resting[place]
                 return session
         session, seen = self.begin(state["reset"])
@@ -88,7 +88,7 @@ class Sessions:
         if digest_of(seen) != state["observed"]:
             session.close()
             raise RuntimeError(
-                f"got another answer from the same {len(state['actions'])} actions: {seen.text!r:.200}; wanted a "
+                f"got another answer from the same {len(state['actions'])} actions: {seen.text!r:.200}; expected a "
                 "session that depends on its reset and its actions alone, or one worker and as many sessions as rows"
             )
         return session
@@ -115,7 +115,7 @@ def session_environment(
     """The environment of such sessions; not pure."""
     for name, value in (("max_turns", max_turns), ("max_sessions", max_sessions)):
         if value < 1:
-            raise ValueError(f"{name}: got {value}, wanted at least 1")
+            raise ValueError(f"{name}: got {value}, expected at least 1")
     sessions = Sessions(make, max_sessions)
     return Environment(
         start=partial(start_session, sessions=sessions, reset_arguments=reset_arguments, opening=opening),
@@ -133,7 +133,9 @@ def start_session(
     state = {"reset": arguments, "actions": [], "turns": 0, "observed": digest_of(seen)}
     if seen.done:
         session.close()
-        raise RuntimeError(f"got an episode that is over when it begins, with {seen.text!r:.200}, wanted one to act in")
+        raise RuntimeError(
+            f"got an episode that is over when it begins, with {seen.text!r:.200}, expected one to act in"
+        )
     sessions.rest(session, state)
     said = opening.replace("{prompt}", str(problem.prompt)).replace("{observation}", seen.text)
     return Start(state, (Message("user", said),))
@@ -201,7 +203,7 @@ def named_action(message: Message, *, actions: Mapping[str, PlainData]) -> Plain
     for word in re.findall(r"[\w-]+", message.content.lower()):
         if word in by_name:
             return by_name[word]
-    raise ValueError(f"got no action, wanted one of {', '.join(actions)}")
+    raise ValueError(f"got no action, expected one of {', '.join(actions)}")
 
 
 def text_action(message: Message, *, field: str) -> PlainData:
@@ -248,7 +250,7 @@ def show_field(observation: Mapping[str, Any], *, field: str) -> str:
         ValueError: where there is no such field.
     """
     if field not in observation:
-        raise ValueError(f"observation: got the fields {', '.join(observation)}, wanted {field}")
+        raise ValueError(f"observation: got the fields {', '.join(observation)}, expected {field}")
     return show_observation(observation[field])
 
 
@@ -335,7 +337,7 @@ def make_registered(*, name: str) -> GymnasiumLike:
     try:
         import gymnasium
     except ImportError as error:
-        said = f"got no package gymnasium ({error}), wanted pip install 'grpo-fn[gymnasium]'"
+        said = f"got no package gymnasium ({error}), expected pip install 'grpo-fn[gymnasium]'"
         raise ValueError(f"sessions.make_registered: {said}") from error
     try:
         return gymnasium.make(name)
@@ -353,17 +355,17 @@ class GymnasiumSession:
         """The first observation. Raises ValueError where `reset` returns something else."""
         found = self._object.reset(**arguments)
         if not isinstance(found, tuple) or len(found) != 2:
-            raise ValueError(f"reset: got {found!r:.200}, wanted (observation, info)")
+            raise ValueError(f"reset: got {found!r:.200}, expected (observation, info)")
         return Observed(self._show(found[0]), 0.0, False)
 
     def step(self, action: PlainData) -> Observed:
         """The next observation. Raises ValueError where `step` returns something else."""
         found = self._object.step(action)
         if not isinstance(found, tuple) or len(found) != 5:
-            raise ValueError(f"step: got {found!r:.200}, wanted (observation, reward, terminated, truncated, info)")
+            raise ValueError(f"step: got {found!r:.200}, expected (observation, reward, terminated, truncated, info)")
         reward = float(found[1])
         if not math.isfinite(reward):
-            raise ValueError(f"step: got the reward {reward}, wanted a finite number")
+            raise ValueError(f"step: got the reward {reward}, expected a finite number")
         return Observed(self._show(found[0]), reward, bool(found[2]) or bool(found[3]))
 
     def close(self) -> None:
@@ -416,13 +418,13 @@ def openenv_environment(
     """
     if find_spec("websockets") is None:
         raise ValueError(
-            "sessions.openenv_environment: got no package websockets, wanted pip install 'grpo-fn[openenv]'"
+            "sessions.openenv_environment: got no package websockets, expected pip install 'grpo-fn[openenv]'"
         )
     parts = urlsplit(url)
     if parts.scheme not in SECURE or not parts.hostname:
-        raise ValueError(f"sessions.openenv_environment.url: got {url!r}, wanted an address like http://host:8000")
+        raise ValueError(f"sessions.openenv_environment.url: got {url!r}, expected an address like http://host:8000")
     if not deadline > 0:
-        raise ValueError(f"sessions.openenv_environment.deadline: got {deadline}, wanted more than 0")
+        raise ValueError(f"sessions.openenv_environment.deadline: got {deadline}, expected more than 0")
     socket = f"{SECURE[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}/ws"
     return session_environment(
         partial(OpenEnvSession, socket, show, deadline),
@@ -457,7 +459,7 @@ class OpenEnvSession:
     def step(self, action: PlainData) -> Observed:
         """The next observation. Raises ActionRefused for what the server says is no action of its."""
         if not isinstance(action, Mapping):
-            raise ValueError(f"action: got {type(action).__name__}, wanted its fields by name")
+            raise ValueError(f"action: got {type(action).__name__}, expected its fields by name")
         return self._ask("step", action)
 
     def close(self) -> None:
@@ -486,7 +488,7 @@ class OpenEnvSession:
                 raise ActionRefused(f"got no action of this environment: {_reasons(more)}"[:SHOWN])
             case {"type": "error", "data": data}:
                 raise RuntimeError(f"OpenEnv server {self._url}: it refused {kind}: {str(data)[:SHOWN]}")
-        raise RuntimeError(f"OpenEnv server {self._url}: got {str(answer)[:SHOWN]} to {kind}, wanted an observation")
+        raise RuntimeError(f"OpenEnv server {self._url}: got {str(answer)[:SHOWN]} to {kind}, expected an observation")
 
 
 def _reasons(refusal: Mapping[str, Any]) -> str:

@@ -44,9 +44,9 @@ class EnvironmentCall:
     def __call__(self, kind: str, *given: Any) -> str:
         """The answer as JSON. Raises ValueError for one of another type, and for a state that is not plain data."""
         found = getattr(self.environment, kind)(*given)
-        wanted = {"start": Start, "step": Step}[kind]
-        if not isinstance(found, wanted):
-            raise ValueError(f"{kind}: got {type(found).__name__} from the environment, wanted a {wanted.__name__}")
+        expected = {"start": Start, "step": Step}[kind]
+        if not isinstance(found, expected):
+            raise ValueError(f"{kind}: got {type(found).__name__} from the environment, expected a {expected.__name__}")
         messages = [check_message(message) for message in check_messages(found.messages)]
         more = [check_turn_reward(found.reward), check_done(found.done)] if kind == "step" else [0.0, False]
         return json.dumps([check_plain(found.state, "state"), messages, *more])
@@ -92,12 +92,12 @@ def check_plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         odd = [key for key in value if type(key) is not str]
         if odd:
-            raise ValueError(f"{where}: got the key {odd[0]!r}, wanted text")
+            raise ValueError(f"{where}: got the key {odd[0]!r}, expected text")
         return {key: check_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | str):
         return [check_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
     raise ValueError(
-        f"{where}: got {type(value).__name__} {str(value)[:80]}, wanted plain data: None, bool, int, finite float, "
+        f"{where}: got {type(value).__name__} {str(value)[:80]}, expected plain data: None, bool, int, finite float, "
         "str, and lists and mappings of them"
     )
 
@@ -105,18 +105,18 @@ def check_plain(value: Any, where: str) -> Any:
 def check_messages(messages: Any) -> Sequence[Any]:
     """The messages. Raises ValueError unless they are a tuple or list."""
     if not isinstance(messages, tuple | list) or isinstance(messages, Message):
-        raise ValueError(f"messages: got {type(messages).__name__}, wanted a tuple of Message")
+        raise ValueError(f"messages: got {type(messages).__name__}, expected a tuple of Message")
     return messages
 
 
 def check_message(message: Any) -> list[str]:
     """The message's role, content and name. Raises ValueError for what is none, or not one that is observed."""
     if not isinstance(message, Message):
-        raise ValueError(f"messages: got {type(message).__name__}, wanted Message")
+        raise ValueError(f"messages: got {type(message).__name__}, expected Message")
     if message.role not in OBSERVED or not isinstance(message.content, str) or not isinstance(message.name, str):
         raise ValueError(
-            f"messages: got role {message.role!r} and content of type {type(message.content).__name__}, wanted one of "
-            f"{', '.join(OBSERVED)}, and text"
+            f"messages: got role {message.role!r} and content of type {type(message.content).__name__}, expected one "
+            f"of {', '.join(OBSERVED)}, and text"
         )
     return [message.role, str(message.content), message.name]
 
@@ -125,11 +125,11 @@ def check_turn_reward(reward: Any) -> float | None:
     """The reward of a turn. Raises ValueError for anything but a finite number or None."""
     if reward is None or (isinstance(reward, int | float) and math.isfinite(reward)):
         return None if reward is None else float(reward)
-    raise ValueError(f"reward: got {type(reward).__name__} {str(reward)[:80]}, wanted a finite number or None")
+    raise ValueError(f"reward: got {type(reward).__name__} {str(reward)[:80]}, expected a finite number or None")
 
 
 def check_done(done: Any) -> bool:
     """Whether the episode is over. Raises ValueError for anything but True or False."""
     if type(done) is not bool:
-        raise ValueError(f"done: got {type(done).__name__}, wanted True or False")
+        raise ValueError(f"done: got {type(done).__name__}, expected True or False")
     return done

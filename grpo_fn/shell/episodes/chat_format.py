@@ -88,7 +88,7 @@ def _between_marks(text: str, read: Callable[[str], ToolCall | str]) -> ReadTurn
     """Calls between <tool_call> and </tool_call>."""
     calls, wrong = [], ""
     for found in _HERMES.finditer(text):
-        call = read(found[1]) if found[2] else "got no </tool_call>, wanted one behind the call"
+        call = read(found[1]) if found[2] else "got no </tool_call>, expected one behind the call"
         if isinstance(call, ToolCall):
             calls.append(call)
         else:
@@ -100,9 +100,9 @@ def _xml_call(body: str) -> ToolCall | str:
     """The call, or what is wrong with it."""
     function = _XML.fullmatch(body)
     if function is None:
-        return "got a tool call without a function, wanted <function=name>...</function> alone"
+        return "got a tool call without a function, expected <function=name>...</function> alone"
     if rest := _PARAMETER.sub("", function[2]).strip():
-        return f"got {rest[:40]!r} in the call of {function[1]}, wanted <parameter=name>value</parameter> alone"
+        return f"got {rest[:40]!r} in the call of {function[1]}, expected <parameter=name>value</parameter> alone"
     arguments = {name.strip(): _json_or_text(text) for name, text in _PARAMETER.findall(function[2])}
     return ToolCall(function[1].strip(), arguments)
 
@@ -119,19 +119,19 @@ def _json_call(body: str, *, field: str) -> ToolCall | str:
     try:
         found = json.loads(body, parse_constant=_no_constant)
     except RecursionError:
-        return "got JSON nested too deeply, wanted a call"
+        return "got JSON nested too deeply, expected a call"
     except ValueError as error:
         return f"got a tool call that is no JSON: {error}"
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return f'got a tool call without a name, wanted {{"name": ..., "{field}": {{...}}}}'
+        return f'got a tool call without a name, expected {{"name": ..., "{field}": {{...}}}}'
     arguments = found.get(field, {})
     if not isinstance(arguments, dict):
-        return f"got {field} of type {type(arguments).__name__}, wanted an object"
+        return f"got {field} of type {type(arguments).__name__}, expected an object"
     return ToolCall(found["name"], arguments)
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"got {name}, wanted a number")
+    raise ValueError(f"got {name}, expected a number")
 
 
 def tags(text: str, *, argument: str) -> ReadTurn:
@@ -150,8 +150,8 @@ def tags(text: str, *, argument: str) -> ReadTurn:
         closing = f"</{opened[2]}>"
         end = -1 if opened[1] else text.find(closing, opened.end())
         if end < 0:
-            wanted = f"<{opened[2]}> before it" if opened[1] else f"{closing} behind it"
-            wrong = wrong or f"got {opened[0]}, wanted {wanted}"
+            expected = f"<{opened[2]}> before it" if opened[1] else f"{closing} behind it"
+            wrong = wrong or f"got {opened[0]}, expected {expected}"
             place = opened.end()
         else:
             calls.append(ToolCall(opened[2], {argument: text[opened.end() : end]}))
@@ -229,13 +229,13 @@ class TokenizerFormat:
 
 
 def first_difference(
-    tokenizer: PreTrainedTokenizerBase, got: Sequence[int], wanted: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase, got: Sequence[int], expected: Sequence[int]
 ) -> tuple[int, str, str]:
     """Where two rows that differ begin to, and what either has there, for people."""
-    pairs = enumerate(zip(got, wanted, strict=False))
-    place = next((i for i, (a, b) in pairs if a != b), min(len(got), len(wanted)))
+    pairs = enumerate(zip(got, expected, strict=False))
+    place = next((i for i, (a, b) in pairs if a != b), min(len(got), len(expected)))
     first, second = (
-        repr(tokenizer.decode(ids[place : place + 1])) if place < len(ids) else "the end" for ids in (got, wanted)
+        repr(tokenizer.decode(ids[place : place + 1])) if place < len(ids) else "the end" for ids in (got, expected)
     )
     return place, first, second
 
@@ -277,7 +277,7 @@ def text(tokenizer: PreTrainedTokenizerBase, *, before: str, after: str, read_ca
         ValueError: for a tokenizer without an end-of-sequence token, as nothing would end a turn.
     """
     if tokenizer.eos_token_id is None:
-        raise ValueError("chat_format.text: got a tokenizer without an EOS token, wanted one: it ends a turn")
+        raise ValueError("chat_format.text: got a tokenizer without an EOS token, expected one: it ends a turn")
     return TextFormat(tokenizer, before, after, read_calls)
 
 
@@ -296,7 +296,9 @@ class TemplateFormat(TokenizerFormat):
     def extend(self, messages: Sequence[Message]) -> list[int]:
         """What stands behind a turn's end token. Raises ValueError for roles for which the template was not tried."""
         if odd := [message.role for message in messages if message.role not in self.observed]:
-            raise ValueError(f"chat template: got an observation of role {odd[0]!r}, wanted {', '.join(self.observed)}")
+            raise ValueError(
+                f"chat template: got an observation of role {odd[0]!r}, expected {', '.join(self.observed)}"
+            )
         whole, opening = self.render([*OPENING, Message("assistant", TRIED[0]), *messages]), self.render(OPENING)
         return whole[whole.index(self.end, len(opening)) + 1 :]
 
@@ -325,7 +327,7 @@ def tokenizer_template(
             appended exactly, with the first token that differs.
     """
     if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
-        raise ValueError("chat format: got a tokenizer without chat template or EOS token, wanted both")
+        raise ValueError("chat format: got a tokenizer without chat template or EOS token, expected both")
     made = TemplateFormat(tokenizer, tuple(observed), read_calls)
     for role in made.observed:
         for turn in TRIED:
@@ -335,19 +337,20 @@ def tokenizer_template(
 
 def check_appending(made: TemplateFormat, turn: str, messages: Sequence[Message]) -> None:
     """Raise ValueError, with the first token that differs, unless the turn can be appended exactly."""
-    wanted = made.render([*OPENING, Message("assistant", turn), *messages])
+    expected = made.render([*OPENING, Message("assistant", turn), *messages])
     try:  # as sampling makes the row
         written = made.tokenizer(turn, add_special_tokens=False)["input_ids"]
         got = [*made.render(OPENING), *written, made.end, *made.extend(messages)]
     except ValueError as error:
         raise ValueError(
-            f"chat template: got no {made.tokenizer.eos_token!r} behind a turn ({error}), wanted the end-of-turn token"
+            f"chat template: got no {made.tokenizer.eos_token!r} behind a turn ({error}), expected the end-of-turn "
+            "token"
         ) from error
-    if got != wanted:
-        place, ours, theirs = first_difference(made.tokenizer, got, wanted)
+    if got != expected:
+        place, ours, theirs = first_difference(made.tokenizer, got, expected)
         raise ValueError(
             f"chat template: got {theirs} as token {place} of a conversation with the turn {turn!r} before a "
-            f"{messages[0].role} message, wanted {ours}: the template changes what was written before, so a turn "
+            f"{messages[0].role} message, expected {ours}: the template changes what was written before, so a turn "
             "cannot be appended to it exactly"
         )
 
@@ -382,10 +385,10 @@ class RendererFormat:
             if first is None or second is None:
                 continue
             if first != second:
-                raise ValueError("renderer: got observations that depend on the turn before, wanted the same tokens")
+                raise ValueError("renderer: got observations that depend on the turn before, expected the same tokens")
             return first
         raise ValueError(
-            f"renderer: got no bridge from a turn to messages of {', '.join(m.role for m in messages)}, wanted one "
+            f"renderer: got no bridge from a turn to messages of {', '.join(m.role for m in messages)}, expected one "
             "that keeps what was sampled"
         )
 
@@ -438,10 +441,10 @@ def check_conversation(made: RendererFormat, role: str) -> None:
     turn = rest[: rest.index(made.end) + 1] if made.end in rest else rest
     row = [*opened, *turn, *made.extend([Message(role, "observation", observed.get("name", ""))])]
     if row != whole:
-        place, got, wanted = first_difference(made.tokenizer, row, whole)
+        place, got, expected = first_difference(made.tokenizer, row, whole)
         raise ValueError(
-            f"renderer: got {got} as token {place} of a conversation with a {role} message, wanted {wanted}, as the "
-            "package renders it whole: turns of this family cannot be appended exactly"
+            f"renderer: got {got} as token {place} of a conversation with a {role} message, expected {expected}, as "
+            "the package renders it whole: turns of this family cannot be appended exactly"
         )
 
 
@@ -469,13 +472,13 @@ def family_renderer(tokenizer: PreTrainedTokenizerBase, *, family: str, observed
         from renderers import config_from_name, create_renderer
     except ImportError as error:
         raise ValueError(
-            f"chat_format.family_renderer: got no package renderers ({error}), wanted pip install grpo_fn[agents]"
+            f"chat_format.family_renderer: got no package renderers ({error}), expected pip install grpo_fn[agents]"
         ) from error
     try:
         renderer = create_renderer(tokenizer, config_from_name(family))
     except (ValueError, KeyError, AssertionError) as error:
         raise ValueError(
-            f"chat_format.family_renderer.family: got {family!r} ({error}), wanted one that the package knows and "
+            f"chat_format.family_renderer.family: got {family!r} ({error}), expected one that the package knows and "
             "whose special tokens the tokenizer has"
         ) from error
     ends = renderer.get_stop_token_ids()

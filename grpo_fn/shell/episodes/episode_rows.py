@@ -67,7 +67,7 @@ class Tape:
             turns = tuple(Turn(**turn) for turn in row["turns"])
             if (got := tape_digest(turns)) != row["tape"]:
                 raise ValueError(
-                    f"tape of problem {row['uid']}, sample {row['g']}: got turns with the digest {got}, wanted "
+                    f"tape of problem {row['uid']}, sample {row['g']}: got turns with the digest {got}, expected "
                     f"{row['tape']}: the rollout was changed"
                 )
             opening = tuple(row["tokens"][: row["mask"].index(1)])
@@ -81,7 +81,7 @@ def recorded_episodes(folder: Path, *, after: int) -> list[list[dict[str, Any]]]
         if int(path.name[5:].partition(".")[0]) <= after:
             continue
         try:
-            rows = [row.value for row in json_rows(path, wanted="an object")]
+            rows = [row.value for row in json_rows(path, expected="an object")]
         except (OSError, EOFError, zlib.error):
             break
         steps.append([{name: row[name] for name in FIELDS} for row in rows if "turns" in row])
@@ -343,7 +343,7 @@ class EpisodeRows:
         if was is None or was.text != written or not was.answer:
             got = "the end of the tape" if was is None else f"a turn that began {was.text[:80]!r}"
             text = (
-                f"{self._place(row, n)}: got {got}, wanted what was answered to {written[:80]!r}: the "
+                f"{self._place(row, n)}: got {got}, expected what was answered to {written[:80]!r}: the "
                 "policy wrote something else than when the tape was made"
             )
             if self.of.tape.strict:
@@ -364,8 +364,8 @@ class EpisodeRows:
             return
         if (was.state, was.answer) != (row.state_hash, found.entry()):
             raise TapeDiffers(
-                f"{self._place(row, n)}: got {found.entry()[:200]} in state {row.state_hash}, wanted what it answered "
-                f"before, {was.answer[:200]} in state {was.state}: the environment says that it is pure, "
+                f"{self._place(row, n)}: got {found.entry()[:200]} in state {row.state_hash}, expected what it "
+                f"answered before, {was.answer[:200]} in state {was.state}: the environment says that it is pure, "
                 "and is not, or its code has changed since (a run goes on without the tape with --force)"
             )
 

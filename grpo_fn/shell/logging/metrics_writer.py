@@ -68,7 +68,7 @@ class MetricsWriter(AbstractContextManager):
     def scalars(self, step: int, values: Mapping[str, float | int]) -> None:
         """All scalars of a step, once: one line of metrics.jsonl. Raises ValueError for a step that does not grow."""
         if step < self._next:
-            raise ValueError(f"got scalars of step {step}, wanted one call a step, {self._next} or later")
+            raise ValueError(f"got scalars of step {step}, expected one call a step, {self._next} or later")
         self._next = step + 1
         self._add_scalars(step, values)
         self._lines.write(to_json({"step": step, **values}) + "\n")
@@ -83,7 +83,7 @@ class MetricsWriter(AbstractContextManager):
         path = Path(self._lines.name)
         lines = {line.step: line for line in step_lines(path, torn_end=False)}
         if step not in lines:
-            raise ValueError(f"got figures for step {step}, wanted a step with a line in {path}")
+            raise ValueError(f"got figures for step {step}, expected a step with a line in {path}")
         self._add_scalars(step, values)
         amended = (to_json({**lines[step].row, **values}) + "\n").encode("ascii")
         self._lines.close()
@@ -178,7 +178,7 @@ class NullLogger(AbstractContextManager):
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_") or not any(hasattr(kind, name) for kind in self.kinds):
-            raise AttributeError(f"got {name}, wanted a method of {', '.join(kind.__name__ for kind in self.kinds)}")
+            raise AttributeError(f"got {name}, expected a method of {', '.join(kind.__name__ for kind in self.kinds)}")
         return lambda *given: None
 
     def __exit__(self, *exc: object) -> None: ...
@@ -223,7 +223,7 @@ class AsyncWriter(AbstractContextManager):
     def __getattr__(self, name: str) -> Callable[..., None]:
         """As the method of that name of `MetricsWriter`, later."""
         if name.startswith("_") or not hasattr(MetricsWriter, name):
-            raise AttributeError(f"got {name}, wanted a method of MetricsWriter")
+            raise AttributeError(f"got {name}, expected a method of MetricsWriter")
         return partial(self._call_later, name)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -39,7 +39,7 @@ def store_rollouts(
     to a future that a resume has undone and are removed. `keep=0` stores nothing.
     """
     if keep < 0:
-        raise ValueError(f"got keep {keep}, wanted 0 or more")
+        raise ValueError(f"got keep {keep}, expected 0 or more")
     if not keep:
         return
     root.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def store_rollouts(
 
 def load_rollouts(path: Path) -> list[dict[str, Any]]:
     """The rows of one step, in order."""
-    return [row.value for row in json_rows(path, wanted="an object")]
+    return [row.value for row in json_rows(path, expected="an object")]
 
 
 def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> Groups:
@@ -96,7 +96,7 @@ def rollout_rows(
 ) -> Iterator[dict[str, Any]]:
     """The rows of a step's file, in order. Raises ValueError where there are not `group_size` for each problem."""
     if len(problems) * group_size != len(rollout.text):
-        raise ValueError(f"got {len(rollout.text)} rows for {len(problems)} problems x {group_size}, wanted P * G")
+        raise ValueError(f"got {len(rollout.text)} rows for {len(problems)} problems x {group_size}, expected P * G")
     mask, logp = rollout.mask.cpu(), rollout.logp_sampled.detach().cpu()
     ends = lengths(mask).tolist() if mask.numel() else [0] * len(mask)
     columns = (rollout.tokens, rollout.truncated, reward.value.flatten(), reward.valid.flatten(), adv.flatten())
@@ -157,7 +157,7 @@ def write_evaluation_rows(path: Path, rows: Rows) -> None:
 
 def load_evaluation(path: Path) -> list[dict[str, Any]]:
     """The rows of a file, in order. Raises ValueError, naming the line, for what is not an object."""
-    return [row.value for row in json_rows(path, wanted="an object")]
+    return [row.value for row in json_rows(path, expected="an object")]
 
 
 def evaluation_steps(root: Path) -> list[int]:

@@ -91,13 +91,13 @@ QUICKLY = 3  # gzip's level: a trace shrinks to a twelfth or less at any
 
 def check_profile_steps(steps: Any, last: int) -> None:
     """Raise ValueError unless `steps` lists steps that a run of `last` steps takes."""
-    name, wanted = "sections.Logging.profile_steps", f"wanted whole numbers from 1 to {last}"
+    name, expected = "sections.Logging.profile_steps", f"expected whole numbers from 1 to {last}"
     if not isinstance(steps, list | tuple):
-        raise ValueError(f"{name}: got {steps!r}, {wanted} in parentheses")
+        raise ValueError(f"{name}: got {steps!r}, {expected} in parentheses")
     if unusable := [
         step for step in steps if not isinstance(step, int) or isinstance(step, bool) or not 1 <= step <= last
     ]:
-        raise ValueError(f"{name}: got {', '.join(map(repr, unusable))}, {wanted}, which is how many the run takes")
+        raise ValueError(f"{name}: got {', '.join(map(repr, unusable))}, {expected}, which is how many the run takes")
 
 
 class Profiler:

@@ -54,8 +54,8 @@ def wandb(*, destination: str) -> Mirror:
     """
     project, mode = _destination("wandb", destination, "PROJECT:offline or PROJECT:online")
     if mode not in (OFFLINE, ONLINE):
-        raise ValueError(f"tracker.wandb.destination: got {destination!r}, wanted PROJECT:offline or PROJECT:online")
-    _wanted("wandb")
+        raise ValueError(f"tracker.wandb.destination: got {destination!r}, expected PROJECT:offline or PROJECT:online")
+    _require("wandb")
     entity, _, name = project.rpartition("/")
     return partial(_wandb_run, entity=entity or None, project=name, mode=mode)
 
@@ -116,8 +116,8 @@ def trackio(*, destination: str) -> Mirror:
     Raises:
         ValueError: when the package is not there or `destination` is of another form.
     """
-    wanted = "PROJECT:offline, PROJECT:USER/SPACE or PROJECT:http://HOST:PORT"
-    project, place = _destination("trackio", destination, wanted)
+    expected = "PROJECT:offline, PROJECT:USER/SPACE or PROJECT:http://HOST:PORT"
+    project, place = _destination("trackio", destination, expected)
     if place == OFFLINE:
         target: dict[str, str] = {}
     elif place.startswith(("http://", "https://")):
@@ -125,8 +125,8 @@ def trackio(*, destination: str) -> Mirror:
     elif place.count("/") == 1 and all(place.split("/")):
         target = {"space_id": place}
     else:
-        raise ValueError(f"tracker.trackio.destination: got {destination!r}, wanted {wanted}")
-    _wanted("trackio")
+        raise ValueError(f"tracker.trackio.destination: got {destination!r}, expected {expected}")
+    _require("trackio")
     return partial(_trackio_run, project=project, target=target)
 
 
@@ -171,18 +171,18 @@ def _trackio_run(run_dir: Path, *, project: str, target: Mapping[str, str]) -> I
 # -- what both need
 
 
-def _destination(tracker: str, destination: str, wanted: str) -> tuple[str, str]:
+def _destination(tracker: str, destination: str, expected: str) -> tuple[str, str]:
     """Project and place of a destination."""
     project, _, place = destination.partition(":")
     if not project.strip("/") or not place:
-        raise ValueError(f"tracker.{tracker}.destination: got {destination!r}, wanted {wanted}")
+        raise ValueError(f"tracker.{tracker}.destination: got {destination!r}, expected {expected}")
     return project, place
 
 
-def _wanted(package: str) -> None:
+def _require(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ValueError(
-            f"got sections.Logging.mirror = @tracker.{package}() without the package {package}, wanted it installed "
+            f"got sections.Logging.mirror = @tracker.{package}() without the package {package}, expected it installed "
             f"(pip install 'grpo-fn[{package}]'), or @tracker.none()"
         )
 

@@ -211,11 +211,11 @@ NAMES = (EAGER, "sdpa", *FLASH)
 def check_attention_choice(name: str, dtype: torch.dtype) -> None:
     """Raise ValueError for an attention that no machine has, or that does not know the dtype."""
     if name not in NAMES:
-        raise ValueError(f"{KNOB}: got {name!r}, wanted one of {', '.join(NAMES)}")
+        raise ValueError(f"{KNOB}: got {name!r}, expected one of {', '.join(NAMES)}")
     if name in FLASH and dtype not in HALVES:
         raise ValueError(
-            f"{KNOB}: got {name!r} in {str(dtype).removeprefix('torch.')}, wanted sections.Compute.dtype 'bfloat16' or "
-            "'float16' (scale/bf16.gin, scale/fp16.gin), or attention 'sdpa'"
+            f"{KNOB}: got {name!r} in {str(dtype).removeprefix('torch.')}, expected sections.Compute.dtype 'bfloat16' "
+            "or 'float16' (scale/bf16.gin, scale/fp16.gin), or attention 'sdpa'"
         )
 
 
@@ -227,17 +227,17 @@ def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None
     package = FLASH[name]
     if find_spec(package.module) is None:
         raise ValueError(
-            f"{KNOB}: got {name!r} without the module {package.module}, wanted it installed ({package.install}), or "
+            f"{KNOB}: got {name!r} without the module {package.module}, expected it installed ({package.install}), or "
             "attention 'sdpa'"
         )
     required = f"compute capability {'.'.join(map(str, package.least))}" + (" or later" if package.most is None else "")
     if device.type != "cuda":
-        raise ValueError(f"{KNOB}: got {name!r} on {device}, wanted a CUDA device of {required}, or attention 'sdpa'")
+        raise ValueError(f"{KNOB}: got {name!r} on {device}, expected a CUDA device of {required}, or attention 'sdpa'")
     capability = torch.cuda.get_device_capability(device)
     if capability < package.least or (package.most is not None and capability > package.most):
         raise ValueError(
-            f"{KNOB}: got {name!r} on a card of compute capability {capability[0]}.{capability[1]}, wanted {required}, "
-            "or attention 'sdpa'"
+            f"{KNOB}: got {name!r} on a card of compute capability {capability[0]}.{capability[1]}, expected "
+            f"{required}, or attention 'sdpa'"
         )
 
 
@@ -277,7 +277,9 @@ def flash_attention_3(
     from flash_attn_interface import flash_attn_varlen_func
 
     if how.dropout:
-        raise ValueError(f"got attention with dropout {how.dropout} in flash_attention_3, wanted 0, or another kernel")
+        raise ValueError(
+            f"got attention with dropout {how.dropout} in flash_attention_3, expected 0, or another kernel"
+        )
     return flash_rows(flash_attn_varlen_func, query.contiguous(), key, value, layout, how)
 
 
@@ -331,7 +333,9 @@ def varlen(
 ) -> Float[Tensor, "N H E"]:
     """The same kernels, as torch has them: without a cap. Raises ValueError for dropout, which they lack, too."""
     if how.dropout:
-        raise ValueError(f"got attention with dropout {how.dropout} on rows of unequal length, wanted 0, or flash-attn")
+        raise ValueError(
+            f"got attention with dropout {how.dropout} on rows of unequal length, expected 0, or flash-attn"
+        )
     rows, groups = layout.ragged_rows, query.shape[1] // key.shape[1]
     k, v = gather_keys_and_values(key, value, layout)
     # Before the flag came torch did not compare the heads, and the kernel below it is the same.
@@ -459,7 +463,7 @@ def install(model: nn.Module) -> None:
     if before.endswith(OURS):
         return
     if before != EAGER and before not in ALL_ATTENTION_FUNCTIONS:
-        raise ValueError(f"attention: got {before!r}, wanted {EAGER} or one of {', '.join(ALL_ATTENTION_FUNCTIONS)}")
+        raise ValueError(f"attention: got {before!r}, expected {EAGER} or one of {', '.join(ALL_ATTENTION_FUNCTIONS)}")
     AttentionInterface.register(before + OURS, partial(attention, before=before))
     AttentionMaskInterface.register(before + OURS, ALL_MASK_ATTENTION_FUNCTIONS[before])
     model.config._attn_implementation = before + OURS
@@ -486,7 +490,9 @@ def parse_spec(query: Tensor, backend: str, kwargs: dict[str, Any]) -> Attention
     """What the model asks for. Raises ValueError for anything that is not done here."""
     odd = [name for name, x in kwargs.items() if name not in KNOWN and name not in IDLE and x is not None]
     if odd or kwargs.get("is_causal") is False:
-        raise ValueError(f"got attention with {', '.join(sorted(odd)) or 'is_causal=False'}, wanted {', '.join(KNOWN)}")
+        raise ValueError(
+            f"got attention with {', '.join(sorted(odd)) or 'is_causal=False'}, expected {', '.join(KNOWN)}"
+        )
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")

@@ -34,7 +34,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     layers = [module for module in model.modules() if named & {base.__name__ for base in type(module).__mro__}]
     if not layers:
         raise ValueError(
-            f"got {type(model).__name__} without transformer blocks; wanted modules of a class in "
+            f"got {type(model).__name__} without transformer blocks; expected modules of a class in "
             f"_no_split_modules, which names {sorted(named) or 'none'}"
         )
     return layers
@@ -111,7 +111,7 @@ def compiled_on_cuda(block: nn.Module) -> None:
     device = next(block.parameters()).device.type
     if device == "meta":
         raise ValueError(
-            "blocks.compiled_on_cuda: got a block on the meta device, wanted one with its weights in place"
+            "blocks.compiled_on_cuda: got a block on the meta device, expected one with its weights in place"
         )
     if device == "cuda" and small_block_reason(count_weights(block)) is None:
         torch_compile(block, mode="default")
@@ -144,7 +144,7 @@ def compile_unsupported_reason(device: torch.device) -> str | None:
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCH_COMPILE_DISABLE is 1"
     if (capability := torch.cuda.get_device_capability(device)) < COMPILES_FROM:
-        return "compute capability {}.{} of the card, wanted {}.{}".format(*capability, *COMPILES_FROM)
+        return "compute capability {}.{} of the card, expected {}.{}".format(*capability, *COMPILES_FROM)
     if find_spec("triton") is None:
         return "Triton is not installed"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["clang", "gcc", "cc"]  # as Triton looks for one
@@ -175,7 +175,7 @@ def check_compile_mode(mode: str) -> None:
     """Raise ValueError for a mode that torch.compile has not."""
     if mode not in COMPILE_MODES:
         names = ", ".join(map(repr, COMPILE_MODES))
-        raise ValueError(f"blocks.torch_compile.mode: got {mode!r}, wanted one of {names}")
+        raise ValueError(f"blocks.torch_compile.mode: got {mode!r}, expected one of {names}")
 
 
 def compile_for_decoding(block: nn.Module) -> None:

@@ -45,7 +45,7 @@ def last_turn(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, encode: E
     """
     prompt = encode(tokenizer, problem.prompt)
     if not prompt:
-        raise ValueError(f"{place(problem)}: got a prompt of no tokens, wanted at least one before the completion")
+        raise ValueError(f"{place(problem)}: got a prompt of no tokens, expected at least one before the completion")
     answer = tokenizer(completion_text(problem), add_special_tokens=False)["input_ids"]
     return prompt_and_answer(prompt, answer, tokenizer.eos_token_id)
 
@@ -75,7 +75,7 @@ def assistant_turns(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, enc
             continue
         where = f"{place(problem)}, message {number}"
         if number == 0:
-            raise ValueError(f"{where}: got a conversation that begins with the assistant, wanted a prompt before it")
+            raise ValueError(f"{where}: got a conversation that begins with the assistant, expected a prompt before it")
         before = encode(tokenizer, Conversation(json.dumps(messages[:number], ensure_ascii=False)))
         check_beginning(tokenizer, before, row.tokens, where)
         end = end_of_turn(tokenizer, row, len(before), message["content"], where)
@@ -106,7 +106,7 @@ def completion_text(problem: Problem) -> str:
     completion = problem.meta.get(COMPLETION)
     if not isinstance(completion, str) or not completion:
         raise ValueError(
-            f"{place(problem)}: got a problem without a demonstration, wanted one that rows.read_demonstrations or "
+            f"{place(problem)}: got a problem without a demonstration, expected one that rows.read_demonstrations or "
             "arithmetic.demonstration_task has made"
         )
     return completion
@@ -126,7 +126,7 @@ def check_beginning(
             follows = repr(tokenizer.decode(whole[place_ : place_ + 8])) if place_ < len(whole) else "nothing"
             raise ValueError(
                 f"{where}: got a chat template in which the messages before it go on with {follows} at token {place_} "
-                f"where more follows, wanted {tokenizer.decode(before[place_ : place_ + 8])!r} as without; the turn "
+                f"where more follows, expected {tokenizer.decode(before[place_ : place_ + 8])!r} as without; the turn "
                 "cannot be found: sections.Data.demonstration = @demonstrations.last_turn"
             )
 
@@ -136,14 +136,14 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, row: Demonstration, start: i
     stop = next((i for i in range(start, len(row.tokens)) if row.tokens[i] == tokenizer.eos_token_id), None)
     if stop is None or row.learn[stop]:
         raise ValueError(
-            f"{where}: got a chat template that does not end the turn with EOS, {tokenizer.eos_token!r}, wanted it: "
+            f"{where}: got a chat template that does not end the turn with EOS, {tokenizer.eos_token!r}, expected it: "
             "sections.Data.demonstration = @demonstrations.last_turn"
         )
     own = tokenizer(text, add_special_tokens=False)["input_ids"]
     got, expected = (tokenizer.decode(ids).strip() for ids in (row.tokens[start:stop], own))
     if got != expected:
         raise ValueError(
-            f"{where}: got a chat template that makes it {got[:80]!r}, wanted {expected[:80]!r}: "
+            f"{where}: got a chat template that makes it {got[:80]!r}, expected {expected[:80]!r}: "
             "sections.Data.demonstration = @demonstrations.last_turn"
         )
     return stop + 1
@@ -203,6 +203,6 @@ def check_demonstrations(
         length = len(demonstration(tokenizer, one, encode=encode).tokens)
         if most is not None and length > most:
             raise ValueError(
-                f"{place(one)}: got {length} tokens with its completion, wanted at most {most}, as many as the model "
+                f"{place(one)}: got {length} tokens with its completion, expected at most {most}, as many as the model "
                 "reads (sections.Sampling.max_total_tokens, where that is set)"
             )

@@ -57,7 +57,7 @@ class Pretrained:
             return AutoConfig.from_pretrained(self.name)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
-                f"got model {self.name!r}, wanted a causal language model's folder or hub name: {error}"
+                f"got model {self.name!r}, expected a causal language model's folder or hub name: {error}"
             ) from error
 
     def folder(self) -> str:
@@ -74,17 +74,17 @@ class Pretrained:
         if not path.exists():
             if looks_local:
                 raise ValueError(
-                    f"got model {self.name!r}, which does not exist; wanted a Hugging Face model folder or a hub name, "
-                    "owner/model"
+                    f"got model {self.name!r}, which does not exist; expected a Hugging Face model folder or a hub "
+                    "name, owner/model"
                 )
             return
         if not path.is_dir():
             raise ValueError(
-                f"got model {self.name!r}, a file; wanted a folder with config.json, weights and tokenizer"
+                f"got model {self.name!r}, a file; expected a folder with config.json, weights and tokenizer"
             )
         if not (path / "config.json").is_file():
             raise ValueError(
-                f"got folder {self.name} without config.json; wanted a Hugging Face model; it holds {_listing(path)}"
+                f"got folder {self.name} without config.json; expected a Hugging Face model; it holds {_listing(path)}"
             )
 
 
@@ -99,18 +99,20 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         vocab_size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"got no usable tokenizer in {folder}; wanted tokenizer.json or its like: {error}") from error
+        raise ValueError(
+            f"got no usable tokenizer in {folder}; expected tokenizer.json or its like: {error}"
+        ) from error
     # For known model types transformers makes up a tokenizer of special tokens alone where the files are missing.
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
-        raise ValueError(f"got no tokenizer in {folder}; wanted tokenizer.json or its like")
+        raise ValueError(f"got no tokenizer in {folder}; expected tokenizer.json or its like")
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"got a tokenizer without an EOS token in {folder}; wanted one, or no completion could ever end"
+            f"got a tokenizer without an EOS token in {folder}; expected one, or no completion could ever end"
         )
     if tokenizer.eos_token_id >= vocab_size:
         raise ValueError(
             f"got EOS {tokenizer.eos_token!r} in {folder}, which is not in the vocabulary: its id "
-            f"{tokenizer.eos_token_id} was added; wanted one of the model's {vocab_size} ids"
+            f"{tokenizer.eos_token_id} was added; expected one of the model's {vocab_size} ids"
         )
     return tokenizer
 
@@ -118,7 +120,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 def find_dtype(name: str) -> torch.dtype:
     """float32, bfloat16 or float16; ValueError for anything else."""
     if name not in DTYPES:
-        raise ValueError(f"got dtype {name!r}, wanted one of {sorted(DTYPES)}")
+        raise ValueError(f"got dtype {name!r}, expected one of {sorted(DTYPES)}")
     return DTYPES[name]
 
 
@@ -168,7 +170,7 @@ def bare_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
         ValueError: for a Conversation, whose messages need a chat template.
     """
     if isinstance(prompt, Conversation):
-        raise ValueError("encode_prompt: got chat messages for hf.bare_prompt, wanted text, or hf.encode_prompt")
+        raise ValueError("encode_prompt: got chat messages for hf.bare_prompt, expected text, or hf.encode_prompt")
     return tokenizer(prompt, add_special_tokens=True)["input_ids"]
 
 
@@ -188,7 +190,9 @@ def with_system(tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str)
     """
     turns = prompt.messages if isinstance(prompt, Conversation) else [{"role": "user", "content": prompt}]
     if turns[0]["role"] == "system":
-        raise ValueError("with_system: got messages that begin with a system message, wanted hf.encode_prompt for them")
+        raise ValueError(
+            "with_system: got messages that begin with a system message, expected hf.encode_prompt for them"
+        )
     return _apply_chat_template(tokenizer, [{"role": "system", "content": system}, *turns])
 
 
@@ -196,7 +200,7 @@ def _apply_chat_template(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Map
     if tokenizer.chat_template is None:
         roles = " and ".join(turn["role"] for turn in turns)
         raise ValueError(
-            f"encode_prompt: got {roles} messages for a tokenizer without a chat template, wanted one that has it"
+            f"encode_prompt: got {roles} messages for a tokenizer without a chat template, expected one that has it"
         )
     chat = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=True)
     return chat["input_ids"]
@@ -281,7 +285,7 @@ def folder_of(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except (OSError, ValueError) as error:  # no such repository; no network and nothing kept; a malformed name
-        raise ValueError(f"got model {name!r}, wanted a folder or a hub name, owner/model: {error}") from error
+        raise ValueError(f"got model {name!r}, expected a folder or a hub name, owner/model: {error}") from error
 
 
 def meta_causal_lm(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> nn.Module:
@@ -335,7 +339,7 @@ def load_shards(module: nn.Module, folder: Path, *, device: torch.device, prefix
         own = part(attrgetter(next(iter(names)))(module))
         for other in others:
             if not torch.equal(_read(stored, first, own), _read(stored, other, own)):
-                raise ValueError(f"got {first} and {other} with different values in {folder}, wanted them tied")
+                raise ValueError(f"got {first} and {other} with different values in {folder}, expected them tied")
 
 
 def set_tensor(
@@ -405,7 +409,7 @@ def _places(module: nn.Module, prefix: str) -> list[Place]:
         if is_adapter(name):
             continue
         if not name.startswith(prefix):
-            raise ValueError(f"got a module with {name}, wanted every name to begin with {prefix!r}")
+            raise ValueError(f"got a module with {name}, expected every name to begin with {prefix!r}")
         places.setdefault(id(tensor), {})[name] = name_without_lora(name.removeprefix(prefix))
     return list(places.values())
 
@@ -419,15 +423,17 @@ def _check(module: nn.Module, places: list[Place], stored: Mapping[str, "Entry"]
     missing = [next(iter(place.values())) for place in places if not stored.keys() & set(place.values())]
     if missing or extra:
         odd = [f"{what} {_few(names)}" for what, names in (("without", missing), ("with", extra)) if names]
-        raise ValueError(f"got weights {' and '.join(odd)} in {folder}, wanted those of {type(module).__name__} alone")
+        raise ValueError(
+            f"got weights {' and '.join(odd)} in {folder}, expected those of {type(module).__name__} alone"
+        )
     for place in places:
         tensor = attrgetter(next(iter(place)))(module)
         for name in [name for name in place.values() if name in stored]:
             file, dtype, shape = stored[name]
             if shape != tuple(tensor.shape):
-                raise ValueError(f"got {name} of shape {shape} in {file}, wanted {tuple(tensor.shape)}")
+                raise ValueError(f"got {name} of shape {shape} in {file}, expected {tuple(tensor.shape)}")
             if tensor.is_floating_point() and dtype not in FLOATS:
-                raise ValueError(f"got {name} as {dtype} in {file}, wanted one of {', '.join(FLOATS)}")
+                raise ValueError(f"got {name} as {dtype} in {file}, expected one of {', '.join(FLOATS)}")
 
 
 def _few(names: list[str]) -> str:
@@ -457,16 +463,16 @@ def entries(folder: Path) -> dict[str, Entry]:
     if not index.is_file():
         others = sorted(path.name for path in folder.glob("pytorch_model*.bin")) if folder.is_dir() else []
         convert = f"; convert {_few(others)} to safetensors" if others else ""
-        raise ValueError(f"got {folder}, wanted {single.name} or {index.name} in it{convert}")
+        raise ValueError(f"got {folder}, expected {single.name} or {index.name} in it{convert}")
     try:
         shards = json.loads(index.read_text())["weight_map"]
         files = sorted({folder / Path(name).name for name in shards.values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"got {index}, wanted a JSON object with a weight_map from tensor to file: {error!r}"
+            f"got {index}, expected a JSON object with a weight_map from tensor to file: {error!r}"
         ) from error
     if gone := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"got {folder} without {_few(gone)}, wanted every file that {index.name} names")
+        raise ValueError(f"got {folder} without {_few(gone)}, expected every file that {index.name} names")
     return {name: entry for file in files for name, entry in _header(file).items()}
 
 
@@ -475,7 +481,7 @@ def _header(file: Path) -> dict[str, Entry]:
         with safe_open(file, framework="pt", device="cpu") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
     except SafetensorError as error:
-        raise ValueError(f"got {file}, wanted a whole safetensors file: {error}") from error
+        raise ValueError(f"got {file}, expected a whole safetensors file: {error}") from error
     return {name: Entry(file, stored.get_dtype(), tuple(stored.get_shape())) for name, stored in slices.items()}
 
 

@@ -444,7 +444,9 @@ def scatter_to_rows(values: Float[Tensor, "N"], mask: Bool[Tensor, "B T"]) -> Fl
 def check_rows(mask: Bool[Tensor, "B T"]) -> None:
     """Raise ValueError when a row's first token claims to be sampled: nothing precedes it that could predict it."""
     if mask[:, 0].any():
-        raise ValueError("got a row whose first token is marked as sampled; wanted at least one prompt token before it")
+        raise ValueError(
+            "got a row whose first token is marked as sampled; expected at least one prompt token before it"
+        )
 
 
 class LogprobModel(nn.Module):

@@ -43,15 +43,15 @@ class LoRA:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"LoRA rank: got {self.rank}, wanted at least 1")
+            raise ValueError(f"LoRA rank: got {self.rank}, expected at least 1")
         if not (self.alpha > 0 and math.isfinite(self.alpha)):
-            raise ValueError(f"LoRA alpha: got {self.alpha}, wanted a finite number above 0")
+            raise ValueError(f"LoRA alpha: got {self.alpha}, expected a finite number above 0")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"LoRA dropout: got {self.dropout}, wanted a probability in [0, 1)")
+            raise ValueError(f"LoRA dropout: got {self.dropout}, expected a probability in [0, 1)")
         if isinstance(self.targets, str) and self.targets != ALL_LINEAR:
-            raise ValueError(f"LoRA targets: got {self.targets!r}, wanted {ALL_LINEAR!r} or a sequence of names")
+            raise ValueError(f"LoRA targets: got {self.targets!r}, expected {ALL_LINEAR!r} or a sequence of names")
         if not self.targets:
-            raise ValueError(f"LoRA targets: got none, wanted {ALL_LINEAR!r} or at least one name")
+            raise ValueError(f"LoRA targets: got none, expected {ALL_LINEAR!r} or at least one name")
 
     @property
     def scale(self) -> float:
@@ -69,7 +69,7 @@ def attach(model: nn.Module, how: LoRA) -> nn.Module:
     blocks.
     """
     if _layers(model):
-        raise ValueError("got a model that has LoRA adapters already, wanted one without")
+        raise ValueError("got a model that has LoRA adapters already, expected one without")
     targets = _targets(model, how.targets)
     config = _config(how, targets, base_name=None)
     from peft import inject_adapter_in_model  # seconds, and notes of whatever it finds installed: not for other runs
@@ -113,10 +113,10 @@ def switched_off(model: nn.Module) -> Iterator[None]:
     """
     layers = _layers(model)
     if not layers:
-        raise ValueError("got a model without LoRA adapters, wanted one whose adapters can be switched off")
+        raise ValueError("got a model without LoRA adapters, expected one whose adapters can be switched off")
     before = [layer.disable_adapters for layer in layers]
     # PEFT's own enable_adapters also changes requires_grad, of whichever tensor (sharded or gathered) FSDP2 has in
-    # place at that moment. Only the switch is wanted here.
+    # place at that moment. Only the switch is needed.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -157,14 +157,14 @@ def merge_adapters(tensors: Mapping[str, Tensor], how: LoRA) -> Iterator[tuple[s
 def _check_pair(name: str, tensors: Mapping[str, Tensor]) -> None:
     layer = name.removesuffix(A).removesuffix(B)
     if missing := [other for other in (layer + A, layer + B, f"{layer}.base_layer.weight") if other not in tensors]:
-        raise ValueError(f"got {name} without {', '.join(missing)}, wanted A, B and the weight they belong to")
+        raise ValueError(f"got {name} without {', '.join(missing)}, expected A, B and the weight they belong to")
 
 
 @torch.no_grad()
 def _sum(weight: Tensor, a: Tensor, b: Tensor, how: LoRA, layer: str) -> Tensor:
     got, expected = (tuple(a.shape), tuple(b.shape)), ((how.rank, weight.shape[1]), (weight.shape[0], how.rank))
     if got != expected:
-        raise ValueError(f"{layer}: got A and B of shapes {got}, wanted {expected}")
+        raise ValueError(f"{layer}: got A and B of shapes {got}, expected {expected}")
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + how.scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
 
@@ -177,7 +177,7 @@ def adapter_folder(tensors: Mapping[str, Tensor], how: LoRA, base_name: str, fol
     """
     names = [name for name in tensors if is_adapter(name)]
     if not names:
-        raise ValueError("got no adapters to save, wanted tensors named ...lora_A.default.weight")
+        raise ValueError("got no adapters to save, expected tensors named ...lora_A.default.weight")
     leaves = {name.removesuffix(A).removesuffix(B).rpartition(".")[2] for name in names}
     targets = sorted(leaves) if how.targets == ALL_LINEAR else sorted(how.targets)
     settings = _config(how, targets, base_name=base_name).to_dict()
@@ -226,6 +226,6 @@ def _targets(model: nn.Module, targets: Sequence[str] | str) -> list[str]:
         if not hit or hit - linear:
             what = "which no module has" if not hit else f"which is also {min(hit - linear)}"
             raise ValueError(
-                f"LoRA targets: got {target!r}, {what}; wanted linear layers of the blocks, among {leaves}"
+                f"LoRA targets: got {target!r}, {what}; expected linear layers of the blocks, among {leaves}"
             )
     return list(targets)

@@ -269,7 +269,7 @@ class FSDPPolicy:
         self.passes = 0
         if not finite and self.scale >= scale:
             raise FloatingPointError(
-                f"got a gradient norm of {norm} at optimizer step {self.updates}, wanted a finite one; the weights "
+                f"got a gradient norm of {norm} at optimizer step {self.updates}, expected a finite one; the weights "
                 "are those before this step"
             )
         self.skipped += not finite
@@ -455,7 +455,7 @@ class WeightAverage:
 
     def __init__(self, live: Mapping[str, Tensor], *, rate: float) -> None:
         if not 0.0 < rate <= 1.0:
-            raise ValueError(f"teachers.moving_average.rate: got {rate}, wanted above 0 and up to 1")
+            raise ValueError(f"teachers.moving_average.rate: got {rate}, expected above 0 and up to 1")
         self.rate = rate
         self.kept = {name: x.detach().clone() for name, x in live.items()}
 

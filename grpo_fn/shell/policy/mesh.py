@@ -62,22 +62,22 @@ class Parallelism:
             blocks.check_compile_mode(knobs["mode"])
         if self.tp > 1 and compile_block is blocks.torch_compile:
             raise ValueError(  # torch.compile runs into a recursion over DTensors of open sizes (2.13)
-                f"parallelism: got tp {self.tp} with compiled blocks, wanted eager ones (blocks.eager) or tp 1"
+                f"parallelism: got tp {self.tp} with compiled blocks, expected eager ones (blocks.eager) or tp 1"
             )
 
     def shape(self, ranks: int, on_host: int) -> tuple[int, int, int]:
         """(replicate, shard, tensor) for so many ranks. Raises ValueError when they cannot be arranged like that."""
         sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
         if odd := {k: v for k, v in sizes.items() if not (v in (REST, HOST) if isinstance(v, str) else v >= 1)}:
-            raise ValueError(f"parallelism: got {odd}, wanted numbers from 1, {REST!r} or {HOST!r}")
+            raise ValueError(f"parallelism: got {odd}, expected numbers from 1, {REST!r} or {HOST!r}")
         if self.dp_replicate == self.dp_shard == REST:
-            raise ValueError(f"parallelism: got dp_replicate and dp_shard both {REST!r}, wanted one of them at most")
+            raise ValueError(f"parallelism: got dp_replicate and dp_shard both {REST!r}, expected one of them at most")
         fixed = {k: max(1, on_host // self.tp) if v == HOST else v for k, v in sizes.items() if v != REST}
         shape = tuple(fixed.get(k, ranks // prod(fixed.values())) for k in sizes)
         if prod(shape) != ranks:
             raise ValueError(
                 f"parallelism: got dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x tp {self.tp} for "
-                f"{ranks} ranks ({on_host} on this host), wanted a product of {ranks}"
+                f"{ranks} ranks ({on_host} on this host), expected a product of {ranks}"
             )
         return shape
 
@@ -104,7 +104,7 @@ def check_precision(dtype: torch.dtype, device: torch.device) -> None:
     if dtype is torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         card = torch.cuda.get_device_name(device)
         raise ValueError(
-            f"dtype: got bfloat16 on {card}, which computes it in software; wanted float16 with loss scaling "
+            f"dtype: got bfloat16 on {card}, which computes it in software; expected float16 with loss scaling "
             "(--gin_file scale/fp16.gin) or float32"
         )
 
@@ -183,7 +183,7 @@ def _cast_when_gathered(kept: Tensor) -> None:
 
     def pre_all_gather(mesh: Any) -> tuple[tuple[Tensor], Tensor]:
         if (tensor := itself()) is None:
-            raise RuntimeError("got a weight that was replaced after skip_copies, wanted the one that it was given")
+            raise RuntimeError("got a weight that was replaced after skip_copies, expected the one that it was given")
         return (tensor.new_empty(0),), tensor  # nothing is gathered
 
     kept.fsdp_pre_all_gather = pre_all_gather
@@ -287,7 +287,7 @@ def check_tensor_plan(model: nn.Module, ranks: int) -> TensorPlan:
     if not plan.keys() - _with_style(plan, WHOLE):
         raise ValueError(
             f"scale: got tensor {ranks} for {type(model).__name__}, whose blocks have no tensor-parallel plan; "
-            "wanted tensor 1"
+            "expected tensor 1"
         )
     for name, style in plan.items():
         if odd := _odd(model, name, style, ranks):
@@ -295,7 +295,7 @@ def check_tensor_plan(model: nn.Module, ranks: int) -> TensorPlan:
     if forgotten := sorted(_beside_divided(model, plan)):
         raise ValueError(
             f"scale: got tensor {ranks} and {forgotten[0]} beside divided layers, without a word of it in the plan of "
-            f"{type(model).__name__}; wanted a style for it, or tensor 1"
+            f"{type(model).__name__}; expected a style for it, or tensor 1"
         )
     return plan
 
@@ -315,23 +315,23 @@ def tensor_plan(model: nn.Module) -> TensorPlan:
 def _odd(model: nn.Module, name: str, style: str, ranks: int) -> str | None:
     """What is wrong with that entry of the plan, as the end of a sentence; None when nothing is."""
     if style not in KNOWN:
-        return f"in the plan of {type(model).__name__}, wanted styles among {', '.join(KNOWN)}; or tensor 1"
+        return f"in the plan of {type(model).__name__}, expected styles among {', '.join(KNOWN)}; or tensor 1"
     if style == WHOLE:
         return None
     part = dict(model.named_modules()).get(name)
     if part is None:
-        return "that is a parameter, not a module; wanted tensor 1"
+        return "that is a parameter, not a module; expected tensor 1"
     width = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
     if style in PER_HEAD:
         shapes = {tuple(parameter.shape) for parameter in part.parameters()}
-        return f"of shapes {shapes}, wanted one head's features alone, {width}" if shapes - {(width,)} else None
+        return f"of shapes {shapes}, expected one head's features alone, {width}" if shapes - {(width,)} else None
     linear = part.get_base_layer() if is_layer(part) else part
     if not isinstance(linear, nn.Linear):
-        return f"that is a {type(linear).__name__}, wanted a linear layer; or tensor 1"
+        return f"that is a {type(linear).__name__}, expected a linear layer; or tensor 1"
     count, of_what = linear.out_features if style in COLUMNS else linear.in_features, "features"
     if style in (APART, "rowwise") and width and not count % width:
         count, of_what = count // width, "heads"
-    return f"with {count} {of_what}, wanted a multiple of {ranks}" if count % ranks else None
+    return f"with {count} {of_what}, expected a multiple of {ranks}" if count % ranks else None
 
 
 def _beside_divided(model: nn.Module, plan: TensorPlan) -> Iterator[str]:

@@ -65,7 +65,7 @@ def adamw(
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"optimizer.adamw.implementation: got {implementation!r}, wanted one of {', '.join(IMPLEMENTATIONS)}"
+            f"optimizer.adamw.implementation: got {implementation!r}, expected one of {', '.join(IMPLEMENTATIONS)}"
         )
     groups = _groups(params, weight_decay)
     if implementation != "8bit":
@@ -74,7 +74,7 @@ def adamw(
         from torchao.optim import AdamW8bit
     except ImportError as error:
         raise ValueError(
-            f"optimizer.adamw.implementation: got '8bit' without torchao ({error}), wanted it installed: "
+            f"optimizer.adamw.implementation: got '8bit' without torchao ({error}), expected it installed: "
             "pip install 'grpo-fn[adamw8bit]'; or 'fused'"
         ) from error
     optimizer = AdamW8bit(groups, lr=lr, betas=(beta1, beta2), eps=eps)
@@ -124,7 +124,7 @@ def muon(
     others = torch.optim.AdamW(adam, lr=lr, betas=(beta1, beta2), eps=eps, fused=True) if adam else None
     if not matrices:
         if others is None:
-            raise ValueError("optimizer.muon: got no parameters, wanted some that train")
+            raise ValueError("optimizer.muon: got no parameters, expected some that train")
         return others
     return MuonWithAdamW(matrices, others, lr=lr, momentum=momentum, weight_decay=weight_decay)
 

@@ -159,13 +159,13 @@ def _entry(path: Path, line: bytes) -> RecordedAnswer:
         row = json.loads(line)
         return RecordedAnswer(row.pop("digest"), row.pop("uid"), JudgeAnswer(**row))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: got {line[:200]!r}, wanted a recorded answer of a judge") from error
+        raise ValueError(f"{path}: got {line[:200]!r}, expected a recorded answer of a judge") from error
 
 
 CLOSING = 5.0  # seconds for requests under way to be dropped
 UNREADABLE = "the judge's answer has no verdict that can be read"
 REPLAYED = (
-    "got a completion that the run has no judge's answer about, and a replay asks no server; wanted the completions "
+    "got a completion that the run has no judge's answer about, and a replay asks no server; expected the completions "
     "of the run, for instance with --use_stored_rollout"
 )
 SHOWN = 300  # characters of a server's complaint
@@ -313,7 +313,7 @@ def open_client(judge: Judge) -> httpx2.AsyncClient:
         key = os.environ.get(judge.api_key_variable, "")
         if not key.strip():
             raise ValueError(
-                f"judge {judge.name}: got no environment variable {judge.api_key_variable}, wanted the key of "
+                f"judge {judge.name}: got no environment variable {judge.api_key_variable}, expected the key of "
                 f"{judge.endpoint} in it (judge.Judge.api_key_variable)"
             )
         headers = {"Authorization": f"Bearer {key.strip()}"}
@@ -369,27 +369,27 @@ async def check_endpoint(judge: Judge) -> None:
         except (TimeoutError, httpx2.HTTPError) as error:
             raise ValueError(
                 f"{knob}: got no answer from {judge.endpoint} within {judge.request_seconds:g} s "
-                f"({type(error).__name__} {error}), wanted a server (judge.Judge.endpoint)"
+                f"({type(error).__name__} {error}), expected a server (judge.Judge.endpoint)"
             ) from error
         if answer.status_code in (401, 403):
             raise ValueError(
-                f"{knob}: got status {answer.status_code} from {judge.endpoint}, wanted a key that it takes in the "
+                f"{knob}: got status {answer.status_code} from {judge.endpoint}, expected a key that it takes in the "
                 f"environment variable that judge.Judge.api_key_variable names, which is {judge.api_key_variable}"
             )
         if answer.status_code != 200:
             raise ValueError(
-                f"{knob}: got status {answer.status_code} for {answer.request.url}, wanted the list of models of an "
+                f"{knob}: got status {answer.status_code} for {answer.request.url}, expected the list of models of an "
                 f"OpenAI-compatible server: {answer.text[:SHOWN]}"
             )
         try:
             names = [str(one["id"]) for one in answer.json()["data"]]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"{knob}: got {answer.text[:SHOWN]!r} for {answer.request.url}, wanted a list of models"
+                f"{knob}: got {answer.text[:SHOWN]!r} for {answer.request.url}, expected a list of models"
             ) from error
         if judge.model not in names:
             raise ValueError(
-                f"{knob}: got judge.Judge.model {judge.model!r}, wanted one that {judge.endpoint} has: "
+                f"{knob}: got judge.Judge.model {judge.model!r}, expected one that {judge.endpoint} has: "
                 f"{', '.join(names)[:SHOWN] or 'none'}"
             )
 
@@ -406,19 +406,19 @@ async def _send(client: httpx2.AsyncClient, judge: Judge, question: JudgeQuestio
     if status in AGAIN or status >= 500:
         raise TryAgain(f"status {status}: {said}", _retry_after(answer.headers.get("retry-after", "")))
     if status != 200:
-        wanted = f", wanted {NEVER[status]}" if status in NEVER else ""
-        raise Refused(f"{judge.endpoint}: got status {status}{wanted}: {said}", fatal=status in NEVER)
+        expected = f", expected {NEVER[status]}" if status in NEVER else ""
+        raise Refused(f"{judge.endpoint}: got status {status}{expected}: {said}", fatal=status in NEVER)
     try:
         return _read_answer(answer.json())
     except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise TryAgain(f"got {said!r}, wanted a chat completion") from error
+        raise TryAgain(f"got {said!r}, expected a chat completion") from error
 
 
 def _read_answer(answer: Any) -> JudgeAnswer:
     """The text and the tokens of a chat completion."""
     text = answer["choices"][0]["message"]["content"]
     if text is not None and not isinstance(text, str):
-        raise TypeError(f"content: got {type(text).__name__}, wanted text")
+        raise TypeError(f"content: got {type(text).__name__}, expected text")
     usage = answer.get("usage") or {}
     counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
     # No content: the model has thought until it was cut off. That is an answer, which cannot be read.

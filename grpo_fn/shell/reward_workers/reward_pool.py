@@ -40,7 +40,7 @@ class RewardError(RuntimeError):
 
 
 class ScoringInterrupted(RuntimeError):
-    """Rows were given up, as they are not wanted any more."""
+    """Rows were given up, as nobody needs them any more."""
 
 
 class Loss(NamedTuple):
@@ -227,7 +227,7 @@ def seconds_of(fn: RewardFn, default: float) -> float:
         return max(seconds_of(reward, default) for reward in knobs["rewards"].values())
     if function is with_timeout:
         if not knobs["seconds"] > 0:
-            raise ValueError(f"wrappers.with_timeout seconds: got {knobs['seconds']}, wanted more than 0")
+            raise ValueError(f"wrappers.with_timeout seconds: got {knobs['seconds']}, expected more than 0")
         within = seconds_of(knobs["reward"], math.inf)
         return min(knobs["seconds"], within)
     return seconds_of(knobs["reward"], default) if "reward" in knobs else default

@@ -115,7 +115,7 @@ def check_reward_value(value: Any) -> float | None:
     if str(getattr(value, "dtype", "")) == "bool" and value.shape == ():  # numpy's is no number to Python
         value = bool(value)
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"reward: got {type(value).__name__} {str(value)[:80]}, wanted a finite number or None")
+        raise ValueError(f"reward: got {type(value).__name__} {str(value)[:80]}, expected a finite number or None")
     return float(value)
 
 

@@ -34,7 +34,7 @@ STARTS = 3  # workers lost one after the other before they had loaded a function
 LOAD = "load"  # the cause of a loss that every call of the function shares
 CHUNK = 16  # calls sent at once, so that a worker does not wait for the parent after each
 RETURNED_NONE = "the reward returned None"
-POLL = 0.2  # seconds between two looks at whether an answer is still wanted
+POLL = 0.2  # seconds between two looks at whether an answer is still expected
 LONGEST_REPLY = 2**20
 MALFORMED = "worker sent a malformed reply"
 
@@ -51,7 +51,7 @@ class WorkerLost(Exception):
 
 
 class CallCancelled(Exception):
-    """The answer is not wanted any more; the worker is still at the call."""
+    """Nobody needs the answer any more; the worker is still at the call."""
 
 
 class WorkerProcess:
@@ -250,7 +250,7 @@ class WorkerPool(AbstractContextManager):
             begin = end
         with self._changed:
             if not self.is_open:
-                raise RuntimeError("worker pool: got a call outside of `with pool:`, wanted it inside")
+                raise RuntimeError("worker pool: got a call outside of `with pool:`, expected it inside")
             self._chunks.extend(chunks)
             self._changed.notify(len(chunks))
         return [BegunCall(chunk.future, place) for chunk in chunks for place in range(len(chunk.arguments))]
@@ -274,7 +274,7 @@ class WorkerPool(AbstractContextManager):
         worker.end()
 
     def _next_chunk(self) -> Chunk | None:
-        """Wait for the next chunk that is wanted; None once the pool is closed."""
+        """Wait for the next chunk that is not cancelled; None once the pool is closed."""
         with self._changed:
             while True:
                 self._changed.wait_for(lambda: self._chunks or self._closed)
@@ -286,7 +286,7 @@ class WorkerPool(AbstractContextManager):
                     return chunk
 
     def _make(self, chunk: Chunk, worker: WorkerProcess) -> list[Outcome]:
-        """Make the calls of a chunk, and replace a worker that is lost. Raises CallCancelled for a chunk not wanted."""
+        """Make the calls of a chunk, and replace a worker that is lost. Raises CallCancelled for a cancelled chunk."""
         outcomes: list[Outcome] = []
         starts = 0
 
@@ -316,8 +316,8 @@ class WorkerPool(AbstractContextManager):
                     outcomes += [lost] * len(left)
                 elif starts == STARTS:
                     reason = (
-                        f"got {lost.cause} ({lost.reason}) while {STARTS} workers in a row loaded it, wanted one ready "
-                        f"within {STARTUP_SECONDS:g} s and {self.memory_mb} MB"
+                        f"got {lost.cause} ({lost.reason}) while {STARTS} workers in a row loaded it, expected one "
+                        f"ready within {STARTUP_SECONDS:g} s and {self.memory_mb} MB"
                     )
                     outcomes += [lost._replace(reason=reason, cause=LOAD)] * len(left)
         return outcomes
@@ -355,7 +355,7 @@ def check_more_than_0(pool: str, **numbers: int | float) -> None:
     """Raise ValueError for the first of a pool's numbers that is not."""
     for name, value in numbers.items():
         if not value > 0:
-            raise ValueError(f"{pool} {name}: got {value}, wanted more than 0")
+            raise ValueError(f"{pool} {name}: got {value}, expected more than 0")
 
 
 def function_name(fn: Any) -> str:
@@ -370,7 +370,7 @@ def pickled_function(fn: Any) -> bytes:
         return pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         got = function_name(fn)
-        raise ValueError(f"reward: got {got}, wanted a function that a module defines: {error}") from error
+        raise ValueError(f"reward: got {got}, expected a function that a module defines: {error}") from error
 
 
 # -- Environments in worker processes that can be killed: a tool that hangs or dies costs the row a turn, not the run.

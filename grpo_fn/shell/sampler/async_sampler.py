@@ -107,11 +107,11 @@ Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first +
 def check_staleness(max_staleness: int, sampler: EngineSampler) -> None:
     """Raise ValueError unless it is an integer from 0, and 0 where the sampler cannot sample during training."""
     if type(max_staleness) is not int or max_staleness < 0:
-        raise ValueError(f"max_staleness: got {max_staleness!r}, wanted 0 or a positive integer")
+        raise ValueError(f"max_staleness: got {max_staleness!r}, expected 0 or a positive integer")
     if max_staleness and not sampler.overlaps:
         raise ValueError(
             f"max_staleness: got {max_staleness} with {type(sampler).__name__}, which samples on the device that "
-            "trains, wanted 0, or an engine with devices of its own (dedicated servers)"
+            "trains, expected 0, or an engine with devices of its own (dedicated servers)"
         )
 
 
@@ -120,17 +120,17 @@ class AsyncSampler:
 
     `deadline` is how many seconds a step may wait for a batch. A request that is not the predicted one (another group
     size, key or prompt) drops what was sampled ahead; `complaints` says so, to be cleared once it is logged. What
-    goes wrong in a thread is raised when its batch is wanted, on all ranks.
+    goes wrong in a thread is raised when its batch is collected, on all ranks.
     """
 
     def __init__(self, spread: DataParallelSampler, stream: Stream, *, max_staleness: int, deadline: float) -> None:
         check_staleness(max_staleness, spread.sampler)
         if not 0 < deadline <= TIMEOUT_MAX:
-            raise ValueError(f"deadline: got {deadline} s, wanted more than 0 and at most {TIMEOUT_MAX:g}")
+            raise ValueError(f"deadline: got {deadline} s, expected more than 0 and at most {TIMEOUT_MAX:g}")
         if max_staleness and spread.world.size > 1 and deadline >= spread.world.deadline:
             raise ValueError(
-                f"deadline: got {deadline:g} s to wait for completions, wanted less than the {spread.world.deadline:g} "
-                "s that ranks wait for one another (mesh.Parallelism.collective_timeout)"
+                f"deadline: got {deadline:g} s to wait for completions, expected less than the "
+                f"{spread.world.deadline:g} s that ranks wait for one another (mesh.Parallelism.collective_timeout)"
             )
         self.spread, self.stream = spread, stream
         self.max_staleness, self.deadline = max_staleness, deadline
@@ -202,14 +202,14 @@ class AsyncSampler:
         """
         if self._queue or not self.version:
             raise RuntimeError(
-                f"got batches to go on with after {self.version} loads and with {len(self._queue)} under way, wanted "
+                f"got batches to go on with after {self.version} loads and with {len(self._queue)} under way, expected "
                 "them after the first load, before anything is sampled"
             )
         ages = [batch["age"] for batch in drained]
         if any(age + place > self.max_staleness for place, age in enumerate(ages)):  # one batch a version, at least
             self._complain(
                 f"dropped {len(ages)} batches sampled ahead: got some of {ages} versions ago, the first to be used "
-                f"first, wanted none that gets over max_staleness {self.max_staleness}"
+                f"first, expected none that gets over max_staleness {self.max_staleness}"
             )
             return
         self._queue.extend(unpack_batch(batch, self.version, self.world.device) for batch in drained)
@@ -242,7 +242,7 @@ class AsyncSampler:
         request = request_key(problems, group_size, key)
         if self._queue and (head := self._queue[0].request) != request:
             how = ", with other prompts or another key" if str(head) == str(request) else ""
-            self._complain(f"dropped {len(self._queue)} batches sampled ahead: got {request}{how}, wanted {head}")
+            self._complain(f"dropped {len(self._queue)} batches sampled ahead: got {request}{how}, expected {head}")
             self._queue.clear()
         if not self._queue:
             self._queue.append(self._start(problems, group_size, key))
@@ -260,7 +260,7 @@ class AsyncSampler:
         age = self.version - batch.version
         if age > self.max_staleness:
             raise RuntimeError(
-                f"got {batch.request} sampled {age} versions of the weights ago, wanted at most max_staleness "
+                f"got {batch.request} sampled {age} versions of the weights ago, expected at most max_staleness "
                 f"{self.max_staleness}: weights were loaded between which nothing was sampled"
             )
         return age

@@ -56,9 +56,9 @@ class SamplerOptions:
         """Raise ValueError for limits below 1 and for stop strings that would stop at once or letter by letter."""
         for name, limit in (("max_new_tokens", self.max_new_tokens), ("max_rows", self.max_rows)):
             if limit < 1:
-                raise ValueError(f"{name}: got {limit}, wanted at least 1")
+                raise ValueError(f"{name}: got {limit}, expected at least 1")
         if isinstance(self.stop, str) or not all(self.stop):
-            raise ValueError(f"stop: got {self.stop!r}, wanted a tuple of strings that are not empty")
+            raise ValueError(f"stop: got {self.stop!r}, expected a tuple of strings that are not empty")
 
     def begin_episodes(
         self, problems: Sequence[Problem], group_size: int, key: Tensor, context: int | None
@@ -157,17 +157,17 @@ def completion_limits(
     limits = []
     for problem, ids in zip(problems, prompts, strict=True):
         if not ids:
-            raise ValueError(f"got problem {problem.uid} whose prompt has no tokens; wanted at least one")
+            raise ValueError(f"got problem {problem.uid} whose prompt has no tokens; expected at least one")
         if max_total_tokens is not None and len(ids) >= max_total_tokens:
             raise ValueError(
-                f"got problem {problem.uid} with {len(ids)} prompt tokens, wanted fewer than max_total_tokens "
+                f"got problem {problem.uid} with {len(ids)} prompt tokens, expected fewer than max_total_tokens "
                 f"{max_total_tokens}, which is for prompt and completion together"
             )
         limit = max_new_tokens if max_total_tokens is None else min(max_new_tokens, max_total_tokens - len(ids))
         if positions is not None and len(ids) + limit > positions:
             raise ValueError(
                 f"got problem {problem.uid} with {len(ids)} prompt tokens and max_new_tokens "
-                f"{limit}, wanted at most {positions} positions together"
+                f"{limit}, expected at most {positions} positions together"
             )
         limits.append(limit)
     return limits

@@ -47,7 +47,7 @@ class Probe:
         """Raise ValueError for limits that nothing passes."""
         if not (self.max_gap > 0 and self.max_gap_float32 > 0):
             raise ValueError(
-                f"probe: got max_gap {self.max_gap}, max_gap_float32 {self.max_gap_float32}, wanted more than 0"
+                f"probe: got max_gap {self.max_gap}, max_gap_float32 {self.max_gap_float32}, expected more than 0"
             )
 
     def __call__(
@@ -89,7 +89,7 @@ class Probe:
         if not mean <= limit:
             raise Mismatch(
                 f"engine {worst} of {spread.engines}: got log-probs that are {mean:.3g} nats from the policy's "
-                f"in the mean of {len(rows[worst])} tokens, wanted at most {limit:g} (probe.Probe.max_gap{knob}): "
+                f"in the mean of {len(rows[worst])} tokens, expected at most {limit:g} (probe.Probe.max_gap{knob}): "
                 "it samples from other weights, another temperature or in a coarser precision; docs/running/engines.md"
             )
         return {"engine/probe_gap_mean": float(torch.cat(rows).mean()), "engine/probe_gap_max": float(gap.max())}
@@ -122,7 +122,7 @@ def compare_draws(spread: DataParallelSampler, policy: Policy, *, key: Tensor) -
     if lowest < MIN_P_VALUE:
         raise Mismatch(
             f"engine {worst} of {engines}: got draws that the policy's distribution makes with a chance of "
-            f"{lowest:.2g}, wanted at least {MIN_P_VALUE:g}: it leaves tokens out (top-k, top-p, min-p), or draws at "
+            f"{lowest:.2g}, expected at least {MIN_P_VALUE:g}: it leaves tokens out (top-k, top-p, min-p), or draws at "
             "another temperature; docs/running/engines.md"
         )
     return {"engine/probe_draws_p_value": lowest}

@@ -24,8 +24,8 @@ FIELDS = {
 }
 EXCERPT = 500  # characters of a server's complaint
 ADVICE = {  # by the status of a refusal
-    401: ", wanted the server's key in VLLM_API_KEY",
-    **dict.fromkeys((403, 404), ", wanted a vLLM server started as tools/launch/vllm_server.sh does"),
+    401: ", expected the server's key in VLLM_API_KEY",
+    **dict.fromkeys((403, 404), ", expected a vLLM server started as tools/launch/vllm_server.sh does"),
 }
 
 
@@ -56,7 +56,7 @@ class Server:
     def __init__(self, url: str, *, seconds: float, connections: int, api_key: str | None) -> None:
         """Raise ValueError for an address that is none. Nothing is sent yet."""
         if not url.startswith(("http://", "https://")) or not httpx2.URL(url).host:
-            raise ValueError(f"server: got {url!r}, wanted an address like http://host:8000")
+            raise ValueError(f"server: got {url!r}, expected an address like http://host:8000")
         self.url = url.rstrip("/")
         self.seconds = seconds
         # Proxies of the environment are for the world outside; weights and rollouts stay inside.
@@ -86,7 +86,7 @@ class Server:
         if len(logp) != len(choice["token_ids"]) or NO_LOGP in logp:
             raise RequestRefused(
                 f"{self.url}: got {len(logp)} log-probs for {len(choice['token_ids'])} tokens, {logp.count(NO_LOGP)} "
-                "of them missing or no number, wanted one for each: is there a NaN among the weights?"
+                "of them missing or no number, expected one for each: is there a NaN among the weights?"
             )
         versions = [span["version"] for span in choice.get("weight_versions") or []]
         return ServerCompletion(choice["token_ids"], logp, STOPPED[choice["finish_reason"]], versions)
@@ -102,7 +102,7 @@ class Server:
         if len(logp) != len(tokens) - 1 or not all(isinstance(x, float) and NO_LOGP < x <= 0.0 for x in logp):
             raise RequestRefused(
                 f"{self.url}: got prompt_logprobs {str(entries)[:EXCERPT]} for the tokens {str([*tokens])[:EXCERPT]}, "
-                "wanted a log-prob of each but the first"
+                "expected a log-prob of each but the first"
             )
         return logp
 
@@ -153,4 +153,4 @@ class Server:
         try:
             return answer.json() if answer.content else {}
         except ValueError as error:
-            raise Unreachable(f"{self.url}{path}: got {text!r}, wanted JSON") from error
+            raise Unreachable(f"{self.url}{path}: got {text!r}, expected JSON") from error

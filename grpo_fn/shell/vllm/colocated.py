@@ -69,17 +69,18 @@ class EngineOptions:
         world = context.world
         if self.tensor_parallel < 1 or world.size % self.tensor_parallel:
             raise ValueError(
-                f"tensor_parallel: got {self.tensor_parallel} for {world.size} ranks, wanted a divisor of them"
+                f"tensor_parallel: got {self.tensor_parallel} for {world.size} ranks, expected a divisor of them"
             )
         if world.device.type == "cuda" and world.size == 1 and world.device.index not in (None, 0):
             raise ValueError(
-                f"device: got {world.device}, wanted cuda:0, which is where vLLM goes; choose with CUDA_VISIBLE_DEVICES"
+                f"device: got {world.device}, expected cuda:0, which is where vLLM goes; choose with "
+                "CUDA_VISIBLE_DEVICES"
             )
         if not self.generate_timeout > 0:
-            raise ValueError(f"generate_timeout: got {self.generate_timeout} s, wanted more than 0")
+            raise ValueError(f"generate_timeout: got {self.generate_timeout} s, expected more than 0")
         if world.size > 1 and self.generate_timeout >= world.deadline:
             raise ValueError(
-                f"generate_timeout: got {self.generate_timeout:g} s to generate, wanted less than the "
+                f"generate_timeout: got {self.generate_timeout:g} s to generate, expected less than the "
                 f"{world.deadline:g} s that ranks wait for one another (mesh.Parallelism.collective_timeout)"
             )
 
@@ -144,7 +145,7 @@ class ColocatedEngine:
             except LostRank:
                 raise
             except (ValueError, RuntimeError, NotImplementedError) as error:
-                raise ValueError(f"got model {context.folder}, wanted one that vLLM opens: {error}") from error
+                raise ValueError(f"got model {context.folder}, expected one that vLLM opens: {error}") from error
             # It would take down the default process group, the trainer's, when it is collected, or at the end.
             self.llm.llm_engine.engine_core._finalizer.detach()
             self._check_heads()
@@ -192,9 +193,11 @@ class ColocatedEngine:
         aside, with how much is unfinished; nothing of it goes on.
         """
         if not self.ready:
-            raise RuntimeError("generate: got an engine at rest, or one whose last push failed; wanted a push first")
+            raise RuntimeError("generate: got an engine at rest, or one whose last push failed; expected a push first")
         if params.get("stop") and not self.options.detokenize:
-            raise ValueError(f"stop: got {params['stop']!r} for an engine without tokenizer, wanted it made with them")
+            raise ValueError(
+                f"stop: got {params['stop']!r} for an engine without tokenizer, expected it made with them"
+            )
         with self._apart(), self._together("generating"):
             self._step_until_done(due, params, on_turn)
 
@@ -214,7 +217,7 @@ class ColocatedEngine:
                 if (waited := seconds - next(iter(running.values()))) > deadline:
                     raise TimeoutError(
                         f"generate: got {len(running)} of {count} requests unfinished after {waited:.0f} "
-                        f"s, wanted all within {deadline:g} (vllm_sampler.colocated_sampler.generate_timeout)"
+                        f"s, expected all within {deadline:g} (vllm_sampler.colocated_sampler.generate_timeout)"
                     )
                 finished = [output for output in engine.step() if output.finished]
                 steps += 1
@@ -232,7 +235,7 @@ class ColocatedEngine:
         (completion,) = output.outputs
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(
-                f"generate: got a completion that ended by {completion.finish_reason!r}, wanted stop or length"
+                f"generate: got a completion that ended by {completion.finish_reason!r}, expected stop or length"
             )
         tokens, logp = [*completion.token_ids], [*completion.logprobs.logprobs]
         assert completion.logprobs.token_ids == tokens, "log-probs of other tokens than those drawn"
@@ -249,7 +252,7 @@ class ColocatedEngine:
         try:
             return self.vllm.SamplingParams(**params, **output, seed=seed)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"got {dict(params)}, wanted fields that vLLM's SamplingParams take: {error}") from error
+            raise ValueError(f"got {dict(params)}, expected fields that vLLM's SamplingParams take: {error}") from error
 
     # -- weights
 
@@ -342,7 +345,7 @@ class ColocatedEngine:
         if size not in supported:
             self.close()
             raise ValueError(
-                f"got model {self.folder} with attention heads {size} wide, wanted one that vLLM opens on CPU: "
+                f"got model {self.folder} with attention heads {size} wide, expected one that vLLM opens on CPU: "
                 f"{', '.join(map(str, supported))}"
             )
 
@@ -378,7 +381,7 @@ class IncomingWeights:
         for name, tensor in self.weights:
             shape = self.missing.pop(name, None)
             if shape != tuple(tensor.shape):
-                self.wrong = f"got {name} of shape {tuple(tensor.shape)}, wanted {shape or 'no more of that name'}"
+                self.wrong = f"got {name} of shape {tuple(tensor.shape)}, expected {shape or 'no more of that name'}"
                 return
             weight = tensor.detach().to(self.dtype) if tensor.is_floating_point() else tensor
             self.sent += weight_fingerprint(weight)
@@ -391,7 +394,7 @@ class IncomingWeights:
             raise ValueError(f"push: {self.wrong}")
         if self.missing:
             few = ", ".join([*self.missing][: hf.SHOWN])
-            raise ValueError(f"push: got no {few} ({len(self.missing)} missing), wanted every weight of the model")
+            raise ValueError(f"push: got no {few} ({len(self.missing)} missing), expected every weight of the model")
 
 
 def folder_weights(

@@ -68,7 +68,7 @@ def verify_weights(receipt: WeightReceipt) -> None:
     if receipt.held is not None and receipt.held != receipt.sent:
         raise StaleEngine(
             f"weights of version {receipt.version}: got {receipt.held} in the engine after {receipt.sent} was sent, "
-            "wanted the same: it would sample from other weights than those that are trained"
+            "expected the same: it would sample from other weights than those that are trained"
         )
 
 
@@ -147,20 +147,20 @@ def sampling_params(token_sampler: TokenSampler, extra: SamplingParams) -> dict[
     if function not in (greedy, categorical, nucleus):
         name = getattr(function, "__qualname__", repr(function))
         raise ValueError(
-            f"token_sampler: got {name}, wanted sampling.greedy, sampling.categorical or sampling.nucleus: vLLM draws "
-            "itself and calls no function of ours (with the local sampler any function goes)"
+            f"token_sampler: got {name}, expected sampling.greedy, sampling.categorical or sampling.nucleus: vLLM "
+            "draws itself and calls no function of ours (with the local sampler any function goes)"
         )
     if function is not greedy and not COOLEST <= knobs["temperature"] <= HOTTEST:
         raise ValueError(
-            f"temperature: got {knobs['temperature']}, wanted one that vLLM draws at, {COOLEST:g} to {HOTTEST:g} "
+            f"temperature: got {knobs['temperature']}, expected one that vLLM draws at, {COOLEST:g} to {HOTTEST:g} "
             "(sampling.greedy is the limit 0)"
         )
     names = ("temperature", "top_p", "top_k")
     params = {"temperature": 0.0} if function is greedy else {name: knobs[name] for name in names if name in knobs}
     if contradicted := sorted(name for name in params.keys() & extra.keys() if params[name] != extra[name]):
         raise ValueError(
-            f"extra: got {', '.join(f'{name} = {extra[name]!r}' for name in contradicted)}, wanted as `token_sampler` "
-            f"has it, {', '.join(f'{name} = {params[name]!r}' for name in contradicted)}"
+            f"extra: got {', '.join(f'{name} = {extra[name]!r}' for name in contradicted)}, expected as "
+            f"`token_sampler` has it, {', '.join(f'{name} = {params[name]!r}' for name in contradicted)}"
         )
     return {**params, **extra}
 
@@ -173,13 +173,13 @@ def check_extra(extra: SamplingParams, *, allow_biased: bool) -> None:
     """
     if reserved := sorted(RESERVED & {*extra}):
         raise ValueError(
-            f"extra: got {', '.join(reserved)}, which the sampler sets itself; wanted other SamplingParams"
+            f"extra: got {', '.join(reserved)}, which the sampler sets itself; expected other SamplingParams"
         )
     if not allow_biased and (biased := sorted(name for name, value in extra.items() if not is_neutral(name, value))):
         listed = ", ".join(f"{name} = {extra[name]!r}" for name in biased)
         raise ValueError(
-            f"extra: got {listed}, which may draw from another distribution than the trainer's, wanted none of it, or "
-            "sections.Sampling.allow_biased = True to train all the same"
+            f"extra: got {listed}, which may draw from another distribution than the trainer's, expected none of it, "
+            "or sections.Sampling.allow_biased = True to train all the same"
         )
 
 
@@ -232,7 +232,7 @@ def check_installed(knob: str) -> None:
 
 def missing_vllm_error(knob: str, reason: str) -> ValueError:
     """The error of a run that needs vLLM, which is not installed."""
-    return ValueError(f"{knob}: got no vllm ({reason}), wanted it installed: pip install 'grpo-fn[vllm]'")
+    return ValueError(f"{knob}: got no vllm ({reason}), expected it installed: pip install 'grpo-fn[vllm]'")
 
 
 @contextmanager

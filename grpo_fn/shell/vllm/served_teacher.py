@@ -53,14 +53,14 @@ class VllmTeacher:
         check_positive(servers=len(self.servers), max_model_len=self.max_model_len, max_requests=self.max_requests)
         for name in ("request_seconds", "server_timeout"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"VllmTeacher.{name}: got {getattr(self, name)} s, wanted more than 0")
+                raise ValueError(f"VllmTeacher.{name}: got {getattr(self, name)} s, expected more than 0")
         self._clients()
 
     def check_temperature(self, temperature: float) -> None:
         """Raise ValueError for a temperature at which a server cannot answer."""
         if temperature != 1.0:
             raise ValueError(
-                f"sections.Sampling.temperature: got {temperature} with a teacher on vLLM servers, wanted 1.0: they "
+                f"sections.Sampling.temperature: got {temperature} with a teacher on vLLM servers, expected 1.0: they "
                 "say the log-probs of given tokens without temperature, and the two would not be comparable"
             )
 
@@ -72,8 +72,8 @@ class VllmTeacher:
         """
         if longest is None or longest + 1 > self.max_model_len:
             raise ValueError(
-                f"sections.Teacher.models: got {name!r} with VllmTeacher.max_model_len {self.max_model_len}, wanted at "
-                f"least {'no limit' if longest is None else longest + 1}, or less sections.Sampling.max_total_tokens"
+                f"sections.Teacher.models: got {name!r} with VllmTeacher.max_model_len {self.max_model_len}, expected "
+                f"at least {'no limit' if longest is None else longest + 1}, or less sections.Sampling.max_total_tokens"
             )
         for i in range(len(self.servers)):
             check = lambda server: _check(server, name, self.max_model_len, tokenizer, vocabulary)  # noqa: E731
@@ -131,7 +131,7 @@ class VllmTeacher:
                     attempt += 1
                     if time.monotonic() > until:
                         raise RuntimeError(
-                            f"the teacher's vLLM servers: got no answer for {self.server_timeout:g} s, wanted one: "
+                            f"the teacher's vLLM servers: got no answer for {self.server_timeout:g} s, expected one: "
                             f"{'; '.join(trouble.values())}"
                         ) from error
                 if attempt % len(servers) == 0:
@@ -152,14 +152,14 @@ async def _check(
     reads = (await server.get("/v1/models"))["data"][0]["max_model_len"]
     if reads < max_model_len:
         raise ValueError(
-            f"sections.Teacher.models: got {name!r} ({server.url}), which reads {reads} tokens, wanted "
+            f"sections.Teacher.models: got {name!r} ({server.url}), which reads {reads} tokens, expected "
             f"VllmTeacher.max_model_len {max_model_len}"
         )
     try:
         await server.prompt_logp([0, vocabulary - 1])
     except RequestRefused as error:
         raise ValueError(
-            f"sections.Teacher.models: got {name!r} ({server.url}), which cannot read id {vocabulary - 1}, wanted "
+            f"sections.Teacher.models: got {name!r} ({server.url}), which cannot read id {vocabulary - 1}, expected "
             f"each of the policy's {vocabulary}: {error}"
         ) from error
     ids = sorted(tokenizer.get_vocab().values())
@@ -168,7 +168,7 @@ async def _check(
             text = await _text(server, [odd])
             raise ValueError(
                 f"sections.Teacher.models: got {name!r} ({server.url}) whose tokenizer has {text!r} as token {odd}, "
-                f"wanted the policy's ({tokenizer.name_or_path}), which has {tokenizer.decode([odd])!r}"
+                f"expected the policy's ({tokenizer.name_or_path}), which has {tokenizer.decode([odd])!r}"
             )
 
 

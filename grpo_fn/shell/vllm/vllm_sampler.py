@@ -357,11 +357,11 @@ class VllmSampler(SamplerOptions):
         if self.environments is not None and not self.environments.pure and self.engine.ranks > 1:
             raise ValueError(
                 f"episodes: got {self.environments.name}, which is not pure, with an engine of {self.engine.ranks} "
-                "ranks, wanted an engine for each rank: those that share one have to observe the same"
+                "ranks, expected an engine for each rank: those that share one have to observe the same"
             )
         if self.environments is not None and self.environments.answer_steps is None and self.engine.ranks > 1:
             raise ValueError(
-                f"sections.Episodes.answer_steps: got None with an engine of {self.engine.ranks} ranks, wanted a "
+                f"sections.Episodes.answer_steps: got None with an engine of {self.engine.ranks} ranks, expected a "
                 "number: ranks that share an engine have to go on at the same step"
             )
 

@@ -160,7 +160,7 @@ class Router:
     def no_server_error(self, label: str) -> RuntimeError:
         """What is raised when the deadline is over."""
         return RuntimeError(
-            f"vLLM servers: got none for {self.deadline:g} s while {label} waited, wanted one: {self.troubles()}"
+            f"vLLM servers: got none for {self.deadline:g} s while {label} waited, expected one: {self.troubles()}"
         )
 
     def troubles(self) -> str:
@@ -248,7 +248,8 @@ class WeightUpdater:
             odd = {name: described.get(name) for name in self.expected if described.get(name) != self.expected[name]}
             if odd:
                 raise RequestRefused(
-                    f"{server.url}: got {odd}, wanted {dict(self.expected)}; start it with tools/launch/vllm_server.sh"
+                    f"{server.url}: got {odd}, expected {dict(self.expected)}; start it with "
+                    "tools/launch/vllm_server.sh"
                 )
         self.repeatable = described["repeatable"]
         newest = self.router.newest
@@ -352,7 +353,7 @@ class WeightUpdater:
         # What was computed of prompts and of requests at work is wrong with the new weights.
         reset = await server.post("/reset_prefix_cache", params={"reset_running_requests": True})
         if not reset.get("success", True):
-            raise Unreachable(f"{server.url}: got its cache of prefixes held, wanted it dropped")
+            raise Unreachable(f"{server.url}: got its cache of prefixes held, expected it dropped")
         await self._relabel(server, newest.label)  # last: with this label it counts as well
         await server.post("/resume")
 
@@ -361,12 +362,12 @@ class WeightUpdater:
         receipts = await server.rpc("grpo_receipt")
         received = [Fingerprint(*receipt["received"]) for receipt in receipts]
         if wrong := [fingerprint for fingerprint in received if fingerprint != newest.sent]:
-            raise StaleEngine(f"{server.url}: got weights {wrong[0]}, wanted {newest.sent} as sent")
+            raise StaleEngine(f"{server.url}: got weights {wrong[0]}, expected {newest.sent} as sent")
         if stale := [held for held in held_by_replica(receipts) if held != newest.sent]:
             opened = await server.rpc("grpo_opened")
             if all(held == Fingerprint(*opened[0]["received"]) for held in held_by_replica(opened)):
                 raise StaleEngine(
-                    f"{server.url}: holds weights {stale[0]} after {newest.sent} was sent, wanted the same"
+                    f"{server.url}: holds weights {stale[0]} after {newest.sent} was sent, expected the same"
                 )
             self.unreadable.add(server.url)  # nor could what it was opened with be recognised
 
@@ -451,14 +452,14 @@ class DedicatedEngine:
         """Raise ValueError for knobs that make no sense. Nothing is sent to a server before the first push."""
         if isinstance(servers, str) or not servers or len({*servers}) < len(servers):
             raise ValueError(
-                f"servers: got {servers!r}, wanted a list of different addresses, as in ('http://host:8000',)"
+                f"servers: got {servers!r}, expected a list of different addresses, as in ('http://host:8000',)"
             )
         if pause not in PAUSES:
-            raise ValueError(f"pause: got {pause!r}, wanted 'wait' or 'keep'")
+            raise ValueError(f"pause: got {pause!r}, expected 'wait' or 'keep'")
         if max_requests < 1 or not (request_seconds > 0 and server_timeout > 0):
             raise ValueError(
                 f"servers: got max_requests {max_requests} and (request_seconds, server_timeout) "
-                f"{(request_seconds, server_timeout)}, wanted at least 1 and more than 0"
+                f"{(request_seconds, server_timeout)}, expected at least 1 and more than 0"
             )
         self._world, self._run_id, self._seconds, self._closed = world, secrets.token_hex(4), 0.0, False
         self._transfer = transfer()
@@ -508,10 +509,10 @@ class DedicatedEngine:
         """
         if unknown := sorted({*params} - FIELDS):
             raise ValueError(
-                f"sampling: got {', '.join(unknown)}, wanted fields of vLLM's SamplingParams: {sorted(FIELDS)}"
+                f"sampling: got {', '.join(unknown)}, expected fields of vLLM's SamplingParams: {sorted(FIELDS)}"
             )
         if self._router.newest is None:
-            raise RuntimeError("vLLM servers: got asked for completions before the first push, wanted weights first")
+            raise RuntimeError("vLLM servers: got asked for completions before the first push, expected weights first")
         return self._run(self._router.generate(requests, params, on_answer))
 
     def push_weights(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
@@ -565,7 +566,7 @@ class DedicatedEngine:
         urls = [server.url for server in self._run(updater.swap(servers, partial(updater.finish, newest=newest)))]
         if not urls and self._transfer.again() is None:
             raise RuntimeError(
-                f"vLLM servers: got version {version} to none of them, wanted one: {self._router.troubles()}"
+                f"vLLM servers: got version {version} to none of them, expected one: {self._router.troubles()}"
             )
         return ServerUpdate(newest, None if updater.unreadable.intersection(urls) else sent, urls)
 

@@ -94,7 +94,7 @@ class FileTransfer(Transfer):
     def __post_init__(self) -> None:
         """Raise ValueError for a folder that is not there."""
         if not Path(self.folder).is_dir():
-            raise ValueError(f"transfer folder: got {self.folder!r}, which is not there; wanted one servers share")
+            raise ValueError(f"transfer folder: got {self.folder!r}, which is not there; expected one servers share")
 
     def meeting(self, url: str, workers: int) -> tuple[Info, Callable[[], None]]:
         """Nothing but where the files are."""
@@ -176,7 +176,7 @@ def check_nccl_transfer() -> None:
     """Raise ValueError if a GPU or vLLM is missing, before anything is made."""
     if not torch.cuda.is_available():
         raise ValueError(
-            "transfer: got vllm_transfer.NcclTransfer without a GPU here, wanted vllm_transfer.FileTransfer"
+            "transfer: got vllm_transfer.NcclTransfer without a GPU here, expected vllm_transfer.FileTransfer"
         )
     check_installed("transfer")
 

@@ -56,7 +56,7 @@ class Receiving:
         finalize_layerwise_reload(self.model, self.model_config)
         if missing := sorted({name for name, _ in self.model.named_parameters()} - self.loaded):
             raise ValueError(
-                f"weights: got none for {len(missing)} parameters, {missing[:5]}; wanted every one of the model's"
+                f"weights: got none for {len(missing)} parameters, {missing[:5]}; expected every one of the model's"
             )
 
     def hand_over(self, weights: Sequence[tuple[str, Tensor]]) -> None:
@@ -98,7 +98,9 @@ class FileEngine(Receiving, WeightTransferEngine[FileInit, FileUpdate]):
         """Raise ValueError unless the folder is there."""
         self.folder = Path(init_info.folder)
         if not self.folder.is_dir():
-            raise ValueError(f"weights: got {self.folder}, which is not there; wanted a folder shared with the trainer")
+            raise ValueError(
+                f"weights: got {self.folder}, which is not there; expected a folder shared with the trainer"
+            )
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As the base class has it, less the wait for an accelerator, of which there may be none."""
@@ -110,7 +112,7 @@ class FileEngine(Receiving, WeightTransferEngine[FileInit, FileUpdate]):
         """Load one file. Raise ValueError when its bytes are not those that were sent."""
         written = (self.folder / update_info.name).read_bytes()
         if (digest := hashlib.sha256(written).hexdigest()) != update_info.sha256:
-            raise ValueError(f"weights: got {update_info.name} with hash {digest}, wanted {update_info.sha256}")
+            raise ValueError(f"weights: got {update_info.name} with hash {digest}, expected {update_info.sha256}")
         self.hand_over(list(load(written).items()))
 
     def shutdown(self) -> None:
@@ -142,7 +144,7 @@ class NcclEngine(Receiving, WeightTransferEngine[NCCLWeightTransferInitInfo, Ncc
         """Take part in one broadcast for each tensor."""
         if self.group is None:
             raise RuntimeError(
-                "weights: got some before the trainer was met, wanted /init_weight_transfer_engine first"
+                "weights: got some before the trainer was met, expected /init_weight_transfer_engine first"
             )
         for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
             weight = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)

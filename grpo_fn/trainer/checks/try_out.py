@@ -41,8 +41,8 @@ def try_token_sampler(token_sampler: Callable[..., Any], temperature: float) -> 
         fault = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
     if fault is not None:
         raise ValueError(
-            f"sections.Sampling.token_sampler: got {fault} from {', '.join(users or names[:1])} on a toy step, wanted "
-            "(token [B] of integers, logp [B] in nats) for (logits [B, V], u [B])"
+            f"sections.Sampling.token_sampler: got {fault} from {', '.join(users or names[:1])} on a toy step, "
+            "expected (token [B] of integers, logp [B] in nats) for (logits [B, V], u [B])"
         )
 
 
@@ -81,42 +81,44 @@ T = TypeVar("T")
 
 def try_task(make: Any) -> Task:
     """The task that a configuration makes, with a first training problem that can be drawn."""
-    wanted = "a function of no arguments that returns a grpo_fn.tasks.task.Task (from_rows makes one of a list)"
+    expected = "a function of no arguments that returns a grpo_fn.tasks.task.Task (from_rows makes one of a list)"
     if not callable(make):
         at = " (bound with (), which calls it too early?)" if isinstance(make, Task) else ""
-        raise ValueError(f"sections.Data.task: got {shown_type(make)}{at}, wanted {wanted}")
-    task = _called("sections.Data.task", make, make, wanted=wanted)
+        raise ValueError(f"sections.Data.task: got {shown_type(make)}{at}, expected {expected}")
+    task = _called("sections.Data.task", make, make, expected=expected)
     if not isinstance(task, Task):
-        raise ValueError(f"sections.Data.task: got {shown_type(task)} from {_name(make)}, wanted {wanted}")
+        raise ValueError(f"sections.Data.task: got {shown_type(task)} from {_name(make)}, expected {expected}")
     problems: list[Any] = list(task.test[:1])
     if task.size:
-        draw = _called("sections.Data.task", make, lambda: task.train(prng.key(0, device="cpu"), 0), wanted="a Problem")
+        draw = _called(
+            "sections.Data.task", make, lambda: task.train(prng.key(0, device="cpu"), 0), expected="a Problem"
+        )
         problems.append(draw)
     for problem in problems:
         if not isinstance(problem, Problem):
             raise ValueError(
-                f"sections.Data.task: got {shown_type(problem)} as a problem of {_name(make)}, wanted a Problem"
+                f"sections.Data.task: got {shown_type(problem)} as a problem of {_name(make)}, expected a Problem"
             )
     return task
 
 
 def try_optimizer(optimizer: Callable[..., Any]) -> None:
     """Raise ValueError unless it makes a torch optimizer of parameters."""
-    knob, wanted = "sections.PolicyUpdate.optimizer", "a torch.optim.Optimizer of the parameters that it is given"
-    result = _called(knob, optimizer, lambda: optimizer([nn.Parameter(torch.zeros(2, 2))]), wanted=wanted)
+    knob, expected = "sections.PolicyUpdate.optimizer", "a torch.optim.Optimizer of the parameters that it is given"
+    result = _called(knob, optimizer, lambda: optimizer([nn.Parameter(torch.zeros(2, 2))]), expected=expected)
     if not isinstance(result, torch.optim.Optimizer):
-        raise ValueError(f"{knob}: got {shown_type(result)} from {_name(optimizer)}, wanted {wanted}")
+        raise ValueError(f"{knob}: got {shown_type(result)} from {_name(optimizer)}, expected {expected}")
 
 
 def try_schedule(schedule: Callable[[int], Any], updates: int) -> None:
     """Raise ValueError unless it gives a finite factor of at least 0 for the first and the last update."""
-    knob, wanted = "sections.PolicyUpdate.schedule", "a finite number of at least 0, the factor of the learning rate"
+    knob, expected = "sections.PolicyUpdate.schedule", "a finite number of at least 0, the factor of the learning rate"
     for update in (0, max(0, updates - 1)):
-        factor = _called(knob, schedule, lambda at=update: schedule(at), wanted=wanted)
+        factor = _called(knob, schedule, lambda at=update: schedule(at), expected=expected)
         number = not isinstance(factor, bool | Tensor) and isinstance(factor, int | float)
         if not number or not isfinite(factor) or factor < 0:
             got = repr(factor) if number else shown_type(factor)
-            raise ValueError(f"{knob}: got {got} from {_name(schedule)} at update {update}, wanted {wanted}")
+            raise ValueError(f"{knob}: got {got} from {_name(schedule)} at update {update}, expected {expected}")
 
 
 def _name(function: Any) -> str:
@@ -124,7 +126,7 @@ def _name(function: Any) -> str:
     return ", ".join([name for name in names if not name.startswith("grpo_fn.")] or names[:1])
 
 
-def _called(knob: str, function: Any, call: Callable[[], T], *, wanted: str) -> T:
+def _called(knob: str, function: Any, call: Callable[[], T], *, expected: str) -> T:
     try:
         return call()
     except (ValueError, OSError):
@@ -132,7 +134,7 @@ def _called(knob: str, function: Any, call: Callable[[], T], *, wanted: str) -> 
     except Exception as error:
         text = str(error).strip()
         got = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
-        raise ValueError(f"{knob}: got {got} from {_name(function)}, wanted {wanted}") from error
+        raise ValueError(f"{knob}: got {got} from {_name(function)}, expected {expected}") from error
 
 
 # -- rewards and graders, in a worker on two toy completions
@@ -151,7 +153,7 @@ def reward_parts(reward: Callable[..., Reward], problem: Problem) -> tuple[list[
     result = reward((problem,), rollout, score=score)
     if not isinstance(result, Reward):
         raise ValueError(
-            f"reward: got {type(result).__name__} from sections.Rewards.reward, wanted a core.types.Reward"
+            f"reward: got {type(result).__name__} from sections.Rewards.reward, expected a core.types.Reward"
         )
     return [*result.parts], functions
 
@@ -177,7 +179,7 @@ def try_rewards(knob: str, fns: Sequence[RewardFn], problem: Problem, make_pool:
             reason = raised[0].reason
             raise ValueError(
                 f"{knob}: {', '.join(names)}, called with problem {problem.uid} and a toy completion: {reason}"
-                + ("" if "wanted" in reason else "; wanted a finite number or None")
+                + ("" if "expected" in reason else "; expected a finite number or None")
             )
 
 
@@ -193,7 +195,7 @@ def judges_of_run(settings: Settings) -> list[Judge]:
     judges = [*by_identity.values()]
     names = [judge.name for judge in judges]
     if len({*names}) != len(names):
-        raise ValueError(f"judge.Judge.name: got {', '.join(names)}, wanted a name of its own for each judge")
+        raise ValueError(f"judge.Judge.name: got {', '.join(names)}, expected a name of its own for each judge")
     return judges
 
 
@@ -235,7 +237,9 @@ def try_environment(episodes: Episodes | None, problem: Problem) -> None:
         opening = pool.start(problem, 0).result()
         require_answer(f"sections.Episodes.environment: {name}.start of problem {problem.uid}", opening)
         if not opening.messages:
-            raise ValueError(f"sections.Episodes.environment: {name}.start: got no messages, wanted what is read first")
+            raise ValueError(
+                f"sections.Episodes.environment: {name}.start: got no messages, expected what is read first"
+            )
         answers = [pool.step(opening.state, Message("assistant", text), 0) for text in TEXTS]
         replies = [future.result() for future in answers]
     if all(answer.failure for answer in replies):
@@ -243,7 +247,7 @@ def try_environment(episodes: Episodes | None, problem: Problem) -> None:
     for answer in replies:
         if not answer.failure and not answer.done and not answer.messages:
             raise ValueError(
-                f"sections.Episodes.environment: {name}: got a step that is not done and has no messages, wanted an "
+                f"sections.Episodes.environment: {name}: got a step that is not done and has no messages, expected an "
                 "observation that the policy reads"
             )
 

@@ -46,7 +46,7 @@ TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def validate(settings: Settings) -> ValidatedPlan:
     """Check that the sections fit together, and find out what `build` needs to know. Loads data, no weights.
 
-    Raises ValueError naming what was got and wanted.
+    Raises ValueError naming what was got and expected.
     """
     s, algorithm = settings, settings.algorithm
     stopwatch.check_profile_steps(s.logging.profile_steps, s.steps)
@@ -119,7 +119,7 @@ def check_deterministic(deterministic: bool, compile_block: Callable[[nn.Module]
     if deterministic and torch_compile in (compile_block, getattr(compile_block, "func", None)):
         raise ValueError(
             "sections.Compute.deterministic: got True with compiled blocks, whose code is tuned to the sizes that it "
-            "meets first; wanted mesh.Parallelism.compile = @blocks.eager, or False"
+            "meets first; expected mesh.Parallelism.compile = @blocks.eager, or False"
         )
 
 
@@ -135,7 +135,7 @@ def check_full_support(token_sampler: TokenSampler, temperature: float, allow_bi
     wrong = (draws_differ(token_sampler, logits, count, temperature) for logits, count in KNOWN)
     if fault := next(filter(None, wrong), None):
         raise ValueError(
-            f"token_sampler: {fault}, wanted draws from softmax(logits / {temperature:g}) while training, or the "
+            f"token_sampler: {fault}, expected draws from softmax(logits / {temperature:g}) while training, or the "
             "gradient is that of another policy: sections.Sampling.token_sampler = @sampling.categorical, or "
             "sections.Sampling.allow_biased = True to train all the same"
         )
@@ -189,7 +189,7 @@ def check_algorithm(settings: Settings) -> None:
         for name in ("teacher", "demonstrations"):
             if getattr(settings, name) is not None:
                 raise ValueError(
-                    f"train.train.{name}: got one in a supervised stage, wanted None: sections.Data.task has the "
+                    f"train.train.{name}: got one in a supervised stage, expected None: sections.Data.task has the "
                     "demonstrations of the stage"
                 )
         return
@@ -199,7 +199,7 @@ def check_algorithm(settings: Settings) -> None:
     for term in uses_of(supervised.observations, algorithm.beside):
         coef = function_and_knobs(term)[1].get("coef", 0.0)
         if not 0 <= coef < math.inf:
-            raise ValueError(f"supervised.observations.coef: got {coef}, wanted a finite number of at least 0")
+            raise ValueError(f"supervised.observations.coef: got {coef}, expected a finite number of at least 0")
 
 
 def functions_of(knobs: Any, path: str) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -235,7 +235,7 @@ def check_step_share(knob: str, share: Callable[[int], float], steps: int) -> No
     """Raise ValueError for a share of a step that is none, at any step of the run."""
     for step in range(steps):
         if not 0 <= (value := share(step)) <= 1:
-            raise ValueError(f"{knob}: got {value} after {step} steps, wanted a share, 0 to 1")
+            raise ValueError(f"{knob}: got {value} after {step} steps, expected a share, 0 to 1")
 
 
 def check_provided(settings: Settings, declared: frozenset[str]) -> None:
@@ -243,29 +243,29 @@ def check_provided(settings: Settings, declared: frozenset[str]) -> None:
     shown = settings.demonstrations
     if "logp_teacher" in declared and settings.teacher is None:
         raise ValueError(
-            "train.train.teacher: got None with an algorithm that learns from a teacher, wanted one: "
+            "train.train.teacher: got None with an algorithm that learns from a teacher, expected one: "
             "--gin_file scale/teacher.gin --gin_param TEACHER='FOLDER', or the policy itself: --gin_file "
             "scale/self_teacher.gin"
         )
     if "demonstrations" in declared and shown is None:
         raise ValueError(
-            "train.train.demonstrations: got None with an algorithm that learns from given completions too, wanted "
+            "train.train.demonstrations: got None with an algorithm that learns from given completions too, expected "
             "some: --gin_file task/demonstrations.gin --gin_param DEMONSTRATIONS='FILE'"
         )
     if "episodes" in declared and settings.episodes is None:
         raise ValueError(
-            "train.train.episodes: got None with an algorithm that learns from what environments write, wanted "
+            "train.train.episodes: got None with an algorithm that learns from what environments write, expected "
             "@sections.Episodes(), or step.Algorithm.beside without @supervised.observations"
         )
     if shown is not None and "demonstrations" not in declared:
         raise ValueError(
-            "train.train.demonstrations: got some with an algorithm that does not learn from them, wanted None, or "
+            "train.train.demonstrations: got some with an algorithm that does not learn from them, expected None, or "
             "step.Algorithm.beside = [@supervised.demonstrations]: --gin_file algo/chord.gin"
         )
     if shown is not None and shown.rows % settings.algorithm.minibatches:
         raise ValueError(
-            f"sections.Demonstrations.rows: got {shown.rows} for {settings.algorithm.minibatches} minibatches, wanted "
-            "a multiple"
+            f"sections.Demonstrations.rows: got {shown.rows} for {settings.algorithm.minibatches} minibatches, "
+            "expected a multiple"
         )
 
 
@@ -277,13 +277,13 @@ def check_sampler_logp(algorithm: Algorithm, max_staleness: int) -> None:
         raise ValueError(
             "step.Algorithm.old_logp: got @step.from_sampler with a function that compares logp_old with the sampler's "
             "log-probs, which are then the same (importance_correction, energy_weight or token_mask), so that its "
-            "weights are all 1: wanted step.Algorithm.old_logp = @step.from_trainer, or None in that function's place"
+            "weights are all 1: expected step.Algorithm.old_logp = @step.from_trainer, or None in that function's place"
         )
     corrects = "trainer_logp" in learned or "logp_sampled" in learned or (itself and "fresh_samples" not in learned)
     if max_staleness > 0 and not corrects:
         raise ValueError(
             f"max_staleness: got {max_staleness} with an objective that does not ask how likely the sampler found its "
-            "samples, so stale ones would be learned from as if they were fresh: wanted max_staleness 0, or "
+            "samples, so stale ones would be learned from as if they were fresh: expected max_staleness 0, or "
             "step.Algorithm.old_logp = @step.from_trainer and "
             "objective.policy_objective.importance_correction = @corrections.truncated_weight"
         )
@@ -296,7 +296,7 @@ def check_group_size(algorithm: Algorithm) -> None:
     gap = "logp_teacher" in declared and not any(uses_of(distillation.teacher_reweighted, algorithm.credit))
     if algorithm.group_size == 1 and "groups" in declared and not gap:
         raise ValueError(
-            "group_size: got 1 with an advantage that compares within a group (always 0), wanted 2 or more"
+            "group_size: got 1 with an advantage that compares within a group (always 0), expected 2 or more"
         )
 
 
@@ -306,7 +306,7 @@ def check_parts(credit: Callable[..., Any] | None, parts: Sequence[str]) -> None
         weights = function_and_knobs(use)[1].get("weights", {})
         unknown = sorted(weights.keys() - {*parts})
         if unknown or not weights:
-            raise ValueError(f"weights: got parts {unknown}, wanted some of {sorted(parts)}")
+            raise ValueError(f"weights: got parts {unknown}, expected some of {sorted(parts)}")
 
 
 # -- whether the curriculum fits the task, the sampler and the rewards, by a first step of it
@@ -323,14 +323,15 @@ def check_curriculum_of_run(settings: Settings, task: Task, parts: Sequence[str]
     if not isinstance(curriculum, Curriculum):
         hint = " (bound without ()?)" if callable(curriculum) else ""
         raise ValueError(
-            f"{KNOB}: got {shown_type(curriculum)}{hint}, wanted None or a Curriculum: @curricula.learnability_bandit()"
+            f"{KNOB}: got {shown_type(curriculum)}{hint}, expected None or a Curriculum: "
+            "@curricula.learnability_bandit()"
         )
     if isinstance(settings.algorithm, Stage):
-        raise ValueError(f"{KNOB}: got one in a supervised stage, which samples nothing, wanted None")
+        raise ValueError(f"{KNOB}: got one in a supervised stage, which samples nothing, expected None")
     if settings.sampling.max_staleness:
         raise ValueError(
             f"{KNOB}: got one with sections.Sampling.max_staleness {settings.sampling.max_staleness}, which asks for "
-            "problems before the pass rates are known that choose them, wanted max_staleness 0, or None"
+            "problems before the pass rates are known that choose them, expected max_staleness 0, or None"
         )
     state = begin_curriculum(curriculum, len(task.arms), prng.key(0, device="cpu"))
     prompts = settings.algorithm.prompts

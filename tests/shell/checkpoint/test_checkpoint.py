@@ -121,14 +121,14 @@ def state(n: float) -> dict:
 
 
 def assert_state(contents: Contents, n: float) -> None:
-    wanted = state(n)
-    assert {k: bits(v) for k, v in contents.tensors.items()} == {k: bits(v) for k, v in wanted["tensors"].items()}
-    inner, wanted_inner = contents.blobs["optimizer"], wanted["blobs"]["optimizer"]
+    expected = state(n)
+    assert {k: bits(v) for k, v in contents.tensors.items()} == {k: bits(v) for k, v in expected["tensors"].items()}
+    inner, expected_inner = contents.blobs["optimizer"], expected["blobs"]["optimizer"]
     assert inner["lr"] == n
     assert {k: bits(v) for k, v in inner["state"][0].items()} == {
-        k: bits(v) for k, v in wanted_inner["state"][0].items()
+        k: bits(v) for k, v in expected_inner["state"][0].items()
     }
-    assert contents.meta == wanted["meta"]
+    assert contents.meta == expected["meta"]
 
 
 @given(st.dictionaries(names, tensor(), max_size=4), st.lists(tensor(), max_size=3), plain, st.integers(0, 10**9))
@@ -193,10 +193,10 @@ def test_what_is_loaded_into_is_changed_in_place_and_wholly_or_not_at_all(tensor
             if wrong == "shape"
             else into[odd].to(torch.complex64)
         }
-        with pytest.raises(ValueError, match=r"got .* wanted"):
+        with pytest.raises(ValueError, match=r"got .* expected"):
             store.load_into(path, asked, ALONE)
         assert all(not v.any() for v in into.values())
-        with pytest.raises(ValueError, match="wanted none that the policy lacks"):
+        with pytest.raises(ValueError, match="expected none that the policy lacks"):
             store.load_into(path, {k: v for k, v in into.items() if k != odd}, ALONE, exact=True)
         assert all(not v.any() for v in into.values())
         store.load_into(path, into, ALONE, exact=True)
@@ -217,13 +217,13 @@ def test_an_index_that_would_run_something_is_refused(root):
 
     for value in (Evil(), Dotted(), torch.nn.Linear):
         (path / tensor_shards.INDEX).write_bytes(pickle.dumps(value))
-        with pytest.raises(pickle.UnpicklingError, match="wanted nothing but descriptions"):
+        with pytest.raises(pickle.UnpicklingError, match="expected nothing but descriptions"):
             tensor_shards.folder_tensors(path)
     dotted = b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x8c\x09os.system\x93."
     (path / tensor_shards.INDEX).write_bytes(
         dotted.replace(b"\x27", bytes([len("torch.distributed.checkpoint.filesystem")]))
     )
-    with pytest.raises(pickle.UnpicklingError, match="wanted nothing but descriptions"):
+    with pytest.raises(pickle.UnpicklingError, match="expected nothing but descriptions"):
         tensor_shards.folder_tensors(path)
     assert not (root / "broken_into").exists()
 
@@ -356,7 +356,7 @@ class Custom:
     [
         (lambda w: {"w": w}, {"optimizer": {"groups": [Custom()]}}, r"Custom at optimizer\['groups'\]\[0\]"),
         (lambda w: {"w": w}, {"optimizer": {frozenset(): 1}}, "got a frozenset at optimizer"),
-        (lambda w: {"w": w}, {"../x": 1}, "wanted identifiers"),
+        (lambda w: {"w": w}, {"../x": 1}, "expected identifiers"),
     ],
 )
 def test_what_would_not_come_back_is_refused_before_anything_is_written(root, tensors, blobs, message):
@@ -411,7 +411,7 @@ def test_a_checkpoint_of_another_format_is_refused_and_kept(root, monkeypatch):
     monkeypatch.setattr(store, "FORMAT", 3)
     path = save(root, 1, **state(1.0))
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"got .* format 3, wanted 2"):
+    with pytest.raises(ValueError, match=r"got .* format 3, expected 2"):
         latest_verified(root, warn=refuse)
     assert path.exists()
 
@@ -588,11 +588,11 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_fills_up_names_path_and_bytes_and_keeps_the_old(tiny_disk, monkeypatch, big):
     save(tiny_disk, 1, **state(1.0))
     too_much = {**state(2.0), big: {"x": torch.ones(2**19)}}
-    with pytest.raises(atomic_io.NoSpace, match=r"no space left: got [\d,]+ bytes free, wanted [\d,]+"):
+    with pytest.raises(atomic_io.NoSpace, match=r"no space left: got [\d,]+ bytes free, expected [\d,]+"):
         save(tiny_disk, 2, **too_much)  # seen before anything is written
     monkeypatch.setattr(async_saver, "check_space", lambda path, need_bytes: None)  # another process was quicker
     with pytest.raises(
-        OSError, match=r"no space left: got [\d,]+ bytes free, wanted 2,\d\d\d,\d\d\d.*step_2"
+        OSError, match=r"no space left: got [\d,]+ bytes free, expected 2,\d\d\d,\d\d\d.*step_2"
     ) as caught:
         save(tiny_disk, 2, **too_much)
     assert caught.value.errno == errno.ENOSPC
@@ -619,8 +619,10 @@ def test_any_failing_flush_leaves_the_checkpoints_as_they_were(nth, code, replac
             real(fd)
 
         patch.setattr(os, "fsync", failing)
-        wanted = nullcontext() if nth >= FLUSHES else pytest.raises(OSError if code == errno.EIO else atomic_io.NoSpace)
-        with wanted as caught:
+        expected = (
+            nullcontext() if nth >= FLUSHES else pytest.raises(OSError if code == errno.EIO else atomic_io.NoSpace)
+        )
+        with expected as caught:
             save(root, 2, **state(3.0))
         patch.undo()
         assert calls == min(nth + 1, FLUSHES)
@@ -667,7 +669,7 @@ def test_a_visibly_broken_folder_never_displaces_a_whole_one(root):
 
 @pytest.mark.parametrize(("last", "best"), [(0, 1), (-1, 1), (1, -1)])
 def test_keeping_less_than_the_newest_is_refused(root, last, best):
-    with pytest.raises(ValueError, match=f"got keep_last {last}, keep_best {best}; wanted"):
+    with pytest.raises(ValueError, match=f"got keep_last {last}, keep_best {best}; expected"):
         prune(root, keep_last=last, keep_best=best, metric="m")
 
 

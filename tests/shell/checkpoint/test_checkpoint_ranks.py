@@ -90,15 +90,15 @@ def write_everything(world: World, root: Path) -> list[str]:
 def read_everything(world: World, path: Path, found: list[str]) -> None:
     """Each tensor that was saved, into every layout that this many ranks have for it."""
     for way, place in (placements(world.size) if world.size > 1 else {"plain": None}).items():
-        wanted, into = {}, {}
+        expected, into = {}, {}
         for name in found:
             shape, dtype = SHAPES[int(name.split(".")[1])], DTYPES[int(name.split(".")[2])]
             if fits(shape, place):
-                wanted[name] = laid_out(truth(shape, dtype), place)
+                expected[name] = laid_out(truth(shape, dtype), place)
                 into[name] = laid_out(torch.full(shape, 99, dtype=dtype), place)
         load_into(path, into, world)
         for name, tensor in into.items():
-            mine, right = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, wanted[name]))
+            mine, right = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, expected[name]))
             assert bits(mine) == bits(right), (name, way)
 
 
@@ -164,7 +164,7 @@ def load_odd(world: World, path: Path, odd: Mapping[str, Tensor]) -> bool:
     good = torch.zeros(7, 5)
     with pytest.raises(ValueError, match=next(iter(odd))) as caught:
         load_into(path, {"plain.0.0": good, **odd}, world)
-    assert "wanted" in str(caught.value)
+    assert "expected" in str(caught.value)
     return bool(good.any())
 
 

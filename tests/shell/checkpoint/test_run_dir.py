@@ -74,7 +74,7 @@ def test_another_configuration_is_refused_with_the_lines_that_differ_unless_forc
 def test_a_marker_that_is_no_runs_is_named_and_replaced_when_forced(folder, text):
     enter(folder)
     (folder / "run.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"got .*run\.json that names no fingerprint .*, wanted a run's own"):
+    with pytest.raises(ValueError, match=r"got .*run\.json that names no fingerprint .*, expected a run's own"):
         enter(folder)
     assert enter(folder, force=True) is True
 
@@ -96,10 +96,10 @@ def test_the_same_text_with_another_fingerprint_says_so(folder):
 @pytest.mark.parametrize("force", [False, True])
 def test_a_folder_of_something_else_is_refused_and_untouched(tmp_path, force):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match=r"got run folder .*thesis\.tex.*wanted an empty one"):
+    with pytest.raises(ValueError, match=r"got run folder .*thesis\.tex.*expected an empty one"):
         enter(tmp_path, force=force)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
-    with pytest.raises(ValueError, match="a file; wanted a folder"):
+    with pytest.raises(ValueError, match="a file; expected a folder"):
         enter(tmp_path / "thesis.tex", force=force)
 
 
@@ -127,7 +127,7 @@ def test_what_a_process_killed_in_the_export_left_is_put_right(folder, there):
 
 def test_too_little_space_is_refused_before_anything_is_made(folder):
     with pytest.raises(
-        atomic_io.NoSpace, match=r"no space left: got [\d,]+ bytes free, wanted 1,000,000,000,000,000,000"
+        atomic_io.NoSpace, match=r"no space left: got [\d,]+ bytes free, expected 1,000,000,000,000,000,000"
     ):
         enter(folder, need=10**18)
     assert not folder.parent.exists()
@@ -146,7 +146,7 @@ def test_a_disk_without_inodes_is_refused_as_that(tmp_path):
             enter(disk / "run", need=1)
         (disk / "0").unlink()
         atomic_io.check_space(disk / "run", 1)
-        with pytest.raises(atomic_io.NoSpace, match=r"got [\d,]+ bytes free, wanted 1,000,000,000"):
+        with pytest.raises(atomic_io.NoSpace, match=r"got [\d,]+ bytes free, expected 1,000,000,000"):
             atomic_io.check_space(disk / "run", 10**9)
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -159,7 +159,7 @@ def test_what_the_folder_holds_already_counts_as_space(folder, monkeypatch):
         (folder / name / "weights").write_bytes(bytes(1000))
     monkeypatch.setattr(atomic_io, "free_bytes", lambda path: 500)
     enter(folder, need=3500)
-    with pytest.raises(atomic_io.NoSpace, match="got 500 bytes free, wanted 501"):
+    with pytest.raises(atomic_io.NoSpace, match="got 500 bytes free, expected 501"):
         enter(folder, need=3501)
 
 

@@ -53,7 +53,7 @@ def test_an_episode_walks_to_the_end():
 def test_no_action_is_an_observation_and_leaves_the_object_where_it_is():
     before = Corridor.opened
     _, (none, forward) = play_script(corridor(), PROBLEM, [says("nowhere"), says("forward")], 3)
-    assert none.messages == (Message("user", "error: got no action, wanted one of forward, back"),)
+    assert none.messages == (Message("user", "error: got no action, expected one of forward, back"),)
     assert (none.reward, none.done) == (0.0, False)
     assert '"place": 1' in forward.messages[0].content
     assert Corridor.opened == before + 1
@@ -121,7 +121,7 @@ def test_an_object_that_does_not_depend_on_its_actions_alone_is_a_failure():
     state = environment.start(PROBLEM, 0).state
     after = environment.step(state, says("forward"), 0).state
     with pytest.raises(
-        RuntimeError, match=r"got another answer from the same 1 actions.*wanted a session that depends"
+        RuntimeError, match=r"got another answer from the same 1 actions.*expected a session that depends"
     ):
         corridor(make=Drifting).step(after, says("forward"), 0)
 
@@ -129,8 +129,8 @@ def test_an_object_that_does_not_depend_on_its_actions_alone_is_a_failure():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (Broken, r"step: got .*, wanted \(observation, reward, terminated, truncated, info\)"),
-        (Unbounded, "step: got the reward nan, wanted a finite number"),
+        (Broken, r"step: got .*, expected \(observation, reward, terminated, truncated, info\)"),
+        (Unbounded, "step: got the reward nan, expected a finite number"),
     ],
 )
 def test_what_is_not_of_the_shape_is_refused_and_closed(make, said):
@@ -144,7 +144,7 @@ def test_what_is_not_of_the_shape_is_refused_and_closed(make, said):
 
 @pytest.mark.parametrize("name", ["max_turns", "max_sessions"])
 def test_numbers_below_one_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name}: got 0, wanted at least 1"):
+    with pytest.raises(ValueError, match=f"{name}: got 0, expected at least 1"):
         corridor(**{name: 0})
 
 
@@ -153,7 +153,7 @@ def test_actions_and_observations_as_text():
     assert show_field({"text": "a", "n": 1}, field="n") == "1"
     assert show_observation("as it is") == "as it is"
     assert show_observation({1, 2}) == "{1, 2}"
-    with pytest.raises(ValueError, match="observation: got the fields a, b, wanted text"):
+    with pytest.raises(ValueError, match="observation: got the fields a, b, expected text"):
         show_field({"a": 1, "b": 2}, field="text")
 
 

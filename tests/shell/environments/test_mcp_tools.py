@@ -70,7 +70,7 @@ def ends_soon(pid):
         ("add", {"a": "two", "b": 3}, "error: Error executing tool add: 1 validation error"),
         ("add", {}, "error: Error executing tool add: 2 validation errors"),
         ("refuse", {"text": "x"}, "error: Error executing tool refuse"),
-        ("nothing", {}, "error: got the tool 'nothing', wanted one of add, refuse, repeat"),
+        ("nothing", {}, "error: got the tool 'nothing', expected one of add, refuse, repeat"),
         ("repeat", {"text": "\ud800", "times": 1}, "error: arguments of repeat: got 'utf-8' codec can't encode"),
         ("repeat", {"text": "a\nb", "times": 1}, "a\nb"),
     ],
@@ -104,8 +104,8 @@ def test_an_episode_in_a_worker_calls_the_tools_and_is_graded():
             '{"type": "function", "function": {"name": "add", "description": "Add two whole numbers.'
         )
         assert user.content == "What is 2 + 3?"
-        called = pool.step(start.state, asks("add", a=2, b=3)._replace(malformed="got '{', wanted JSON"), 1).result()
-        assert called.messages == (Message("tool", "5", "add"), Message("tool", "error: got '{', wanted JSON"))
+        called = pool.step(start.state, asks("add", a=2, b=3)._replace(malformed="got '{', expected JSON"), 1).result()
+        assert called.messages == (Message("tool", "5", "add"), Message("tool", "error: got '{', expected JSON"))
         died = pool.step(called.state, asks("end"), 2).result()
         assert "it ended while at the tool end" in died.failure
         again = pool.step(called.state, asks("add", a=4, b=4), 3).result()
@@ -144,7 +144,7 @@ def test_a_worker_that_is_killed_leaves_no_server(tmp_path):
 @pytest.mark.parametrize(
     ("command", "deadline", "said"),
     [
-        (("no-such-program",), 5.0, "got no program 'no-such-program', wanted one on PATH"),
+        (("no-such-program",), 5.0, "got no program 'no-such-program', expected one on PATH"),
         (("true",), 5.0, "it ended while starting"),
         (("sleep", "60"), 0.3, r"got no answer within 0\.3 s, waiting for starting"),
     ],
@@ -157,7 +157,7 @@ def test_a_server_that_does_not_start_says_so(command, deadline, said):
 
 def test_a_variable_that_is_not_set_is_named():
     server = mcp_tools.ToolServer(COMMAND, ("HOME", "NOT_SET_ANYWHERE"), 30.0, 300)
-    with pytest.raises(RuntimeError, match="got no value of NOT_SET_ANYWHERE, wanted these variables set"):
+    with pytest.raises(RuntimeError, match="got no value of NOT_SET_ANYWHERE, expected these variables set"):
         server.describe()
 
 
@@ -165,7 +165,7 @@ def test_a_name_twice_is_refused(tmp_path):
     program = tmp_path / "twice.py"
     program.write_text(TWICE)
     server = mcp_tools.ToolServer((sys.executable, str(program)), (), 30.0, 300)
-    with pytest.raises(ValueError, match="got two tools of the name 'same', wanted each name once"):
+    with pytest.raises(ValueError, match="got two tools of the name 'same', expected each name once"):
         server.describe()
 
 
@@ -180,10 +180,10 @@ def test_making_it_starts_nothing_and_pickling_it_keeps_the_knobs():
 @pytest.mark.parametrize(
     ("knobs", "said"),
     [
-        ({"command": "server"}, "command: got 'server', wanted a program and its arguments"),
-        ({"command": ()}, r"command: got \(\), wanted a program and its arguments"),
-        ({"max_turns": 0}, "max_turns: got 0, wanted more than 0"),
-        ({"deadline": 0.0}, r"deadline: got 0\.0, wanted more than 0"),
+        ({"command": "server"}, "command: got 'server', expected a program and its arguments"),
+        ({"command": ()}, r"command: got \(\), expected a program and its arguments"),
+        ({"max_turns": 0}, "max_turns: got 0, expected more than 0"),
+        ({"deadline": 0.0}, r"deadline: got 0\.0, expected more than 0"),
     ],
 )
 def test_bad_knobs_are_refused(knobs, said):

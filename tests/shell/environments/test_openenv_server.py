@@ -153,10 +153,13 @@ def answering(*answers):
     [
         (None, r"got no answer to step in 0\.3 s"),
         (ConnectionError, "it hung up at step"),
-        ("[]", r"got \[\] to step, wanted an observation"),
-        ({"type": "state", "data": {}}, "wanted an observation"),
-        ({"type": "observation", "data": {"observation": "text", "done": False}}, "wanted an observation"),
-        ({"type": "observation", "data": {"observation": {}, "reward": float("inf"), "done": False}}, "wanted an obs"),
+        ("[]", r"got \[\] to step, expected an observation"),
+        ({"type": "state", "data": {}}, "expected an observation"),
+        ({"type": "observation", "data": {"observation": "text", "done": False}}, "expected an observation"),
+        (
+            {"type": "observation", "data": {"observation": {}, "reward": float("inf"), "done": False}},
+            "expected an obs",
+        ),
         ({"type": "error", "data": {"code": "SESSION_ERROR", "message": "gone"}}, "it refused step: .*gone"),
     ],
 )
@@ -184,10 +187,10 @@ def test_no_server_is_a_failure():
 @pytest.mark.parametrize(
     ("knobs", "said"),
     [
-        ({"url": "localhost:8000"}, "url: got 'localhost:8000', wanted an address like http://host:8000"),
-        ({"url": "ftp://host"}, "url: got 'ftp://host', wanted an address"),
-        ({"deadline": 0.0}, r"deadline: got 0\.0, wanted more than 0"),
-        ({"max_sessions": 0}, "max_sessions: got 0, wanted at least 1"),
+        ({"url": "localhost:8000"}, "url: got 'localhost:8000', expected an address like http://host:8000"),
+        ({"url": "ftp://host"}, "url: got 'ftp://host', expected an address"),
+        ({"deadline": 0.0}, r"deadline: got 0\.0, expected more than 0"),
+        ({"max_sessions": 0}, "max_sessions: got 0, expected at least 1"),
     ],
 )
 def test_bad_knobs_are_refused(knobs, said):

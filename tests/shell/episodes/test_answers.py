@@ -42,17 +42,17 @@ def test_a_digest_does_not_know_the_order_of_a_mapping(state) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (None, "got NoneType from the environment, wanted a Step"),
-        (Start(None, ()), "got Start from the environment, wanted a Step"),
-        (Step({"a": [1, {2}]}, (), 0.0, True), r"state\['a'\]\[1\]: got set \{2\}, wanted plain data"),
-        (Step({1: 2}, (), 0.0, True), "state: got the key 1, wanted text"),
-        (Step(float("nan"), (), 0.0, True), "state: got float nan, wanted plain data"),
-        (Step(None, "text", 0.0, True), "messages: got str, wanted a tuple of Message"),
-        (Step(None, ("text",), 0.0, True), "messages: got str, wanted Message"),
+        (None, "got NoneType from the environment, expected a Step"),
+        (Start(None, ()), "got Start from the environment, expected a Step"),
+        (Step({"a": [1, {2}]}, (), 0.0, True), r"state\['a'\]\[1\]: got set \{2\}, expected plain data"),
+        (Step({1: 2}, (), 0.0, True), "state: got the key 1, expected text"),
+        (Step(float("nan"), (), 0.0, True), "state: got float nan, expected plain data"),
+        (Step(None, "text", 0.0, True), "messages: got str, expected a tuple of Message"),
+        (Step(None, ("text",), 0.0, True), "messages: got str, expected Message"),
         (Step(None, (Message("assistant", "x"),), 0.0, True), "got role 'assistant'"),
-        (Step(None, (), "1", True), "reward: got str 1, wanted a finite number or None"),
+        (Step(None, (), "1", True), "reward: got str 1, expected a finite number or None"),
         (Step(None, (), float("inf"), True), "reward: got float inf"),
-        (Step(None, (), 0.0, 1), "done: got int, wanted True or False"),
+        (Step(None, (), 0.0, 1), "done: got int, expected True or False"),
     ],
 )
 def test_what_is_no_answer_is_refused(answer, said) -> None:

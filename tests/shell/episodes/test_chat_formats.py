@@ -53,18 +53,18 @@ def test_a_turn_is_read_without_its_end(turn: str) -> None:
 
 
 def test_a_template_that_leaves_thoughts_out_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"got .* as token \d+ of a conversation with the turn '<think>.*wanted '<'"):
+    with pytest.raises(ValueError, match=r"got .* as token \d+ of a conversation with the turn '<think>.*expected '<'"):
         tokenizer_template(chat_tokenizer(STRIPS), observed=("user",), read_calls=hermes)
 
 
 def test_a_template_without_ends_of_turns_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"got no '<\|im_end\|>' behind a turn .*, wanted the end-of-turn token"):
+    with pytest.raises(ValueError, match=r"got no '<\|im_end\|>' behind a turn .*, expected the end-of-turn token"):
         tokenizer_template(chat_tokenizer(NO_END), observed=("user",), read_calls=hermes)
 
 
 def test_a_tokenizer_without_template_or_end_is_refused() -> None:
     bare = byte_tokenizer(chat=False)
-    with pytest.raises(ValueError, match="without chat template or EOS token, wanted both"):
+    with pytest.raises(ValueError, match="without chat template or EOS token, expected both"):
         tokenizer_template(bare, observed=("user",), read_calls=hermes)
     bare.eos_token = None
     with pytest.raises(ValueError, match="without an EOS token"):
@@ -73,7 +73,7 @@ def test_a_tokenizer_without_template_or_end_is_refused() -> None:
 
 def test_a_role_that_was_not_tried_is_refused() -> None:
     made = tokenizer_template(chat_tokenizer(), observed=("tool",), read_calls=hermes)
-    with pytest.raises(ValueError, match="got an observation of role 'user', wanted tool"):
+    with pytest.raises(ValueError, match="got an observation of role 'user', expected tool"):
         made.extend([Message("user", "x")])
 
 
@@ -104,8 +104,8 @@ EXACT = ("deepseek-v3", "laguna-xs-2.1", "llama-3", "minimax-m2", "nemotron-3", 
 EXACT += ("qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8")
 REFUSED = {
     "glm-5": r"got '<\|observation\|>' as token \d+ of a conversation with a tool message",  # an end and a beginning
-    "kimi-k2": r"got '\\n' as token \d+ of a conversation with a tool message, wanted 'f'",  # it names the call
-    "default": "got no bridge from a turn to messages of tool, wanted one that keeps what was sampled",
+    "kimi-k2": r"got '\\n' as token \d+ of a conversation with a tool message, expected 'f'",  # it names the call
+    "default": "got no bridge from a turn to messages of tool, expected one that keeps what was sampled",
 }
 OPENED = [{"role": "user", "content": "hi"}]
 

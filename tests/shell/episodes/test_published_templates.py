@@ -72,7 +72,7 @@ def test_an_episode_is_the_conversation_that_the_template_renders(name: str) -> 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "nemotron_3_nano", "llama3_1"])
 def test_a_template_that_changes_earlier_turns_is_refused_with_the_token_that_differs(name: str) -> None:
     reader = getattr(chat_format, READ[name])
-    with pytest.raises(ValueError, match=r"wanted .*: the template changes what was written before"):
+    with pytest.raises(ValueError, match=r"expected .*: the template changes what was written before"):
         tokenizer_template(tokenizer_with(name), observed=("tool", "user"), read_calls=reader)
 
 

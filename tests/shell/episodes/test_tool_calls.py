@@ -79,6 +79,6 @@ def test_what_is_malformed_in_other_families_is_said(read, text: str, said: str)
     assert said in read(text).malformed
 
 
-@pytest.mark.parametrize(("text", "said"), [("<f>1", "got <f>, wanted </f>"), ("1</f>", "got </f>, wanted <f>")])
+@pytest.mark.parametrize(("text", "said"), [("<f>1", "got <f>, expected </f>"), ("1</f>", "got </f>, expected <f>")])
 def test_tags_that_are_no_pair_are_malformed(text: str, said: str) -> None:
     assert said in tags(text, argument="x").malformed

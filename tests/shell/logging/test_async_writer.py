@@ -152,12 +152,12 @@ def test_the_mute_one_does_nothing_for_every_call_of_a_writer() -> None:
         assert mute.failed is False
         assert mute.wait() is None
         assert mute.do("the metrics", broken) is None
-        with pytest.raises(AttributeError, match="got scalarz, wanted a method of AsyncWriter, MetricsWriter"):
+        with pytest.raises(AttributeError, match="got scalarz, expected a method of AsyncWriter, MetricsWriter"):
             mute.scalarz(0, {})
 
 
 def test_a_call_that_no_writer_has_is_refused_at_once(tmp_path: Path) -> None:
-    with opened(tmp_path) as writer, pytest.raises(AttributeError, match="got scalarz, wanted a method of Metrics"):
+    with opened(tmp_path) as writer, pytest.raises(AttributeError, match="got scalarz, expected a method of Metrics"):
         writer.scalarz(0, {})
 
 

@@ -97,10 +97,10 @@ def test_a_tensorboard_folder_that_is_deleted_is_made_anew(tmp_path):
 
 def test_steps_only_grow(tmp_path):
     with MetricsWriter(tmp_path, start_step=3) as writer:
-        with pytest.raises(ValueError, match=r"got scalars of step 2, wanted .* 3 or later"):
+        with pytest.raises(ValueError, match=r"got scalars of step 2, expected .* 3 or later"):
             writer.scalars(2, {})
         writer.scalars(3, {})
-        with pytest.raises(ValueError, match=r"got scalars of step 3, wanted .* 4 or later"):
+        with pytest.raises(ValueError, match=r"got scalars of step 3, expected .* 4 or later"):
             writer.scalars(3, {})
 
 
@@ -155,7 +155,7 @@ def test_a_last_line_of_zeros_is_torn_and_a_broken_line_inside_is_not_ours(tmp_p
     assert path.read_bytes() == b'{"step": 0}\n{"step": 1, "a": 2}\n{"step": 2}\n'
     for bad in (b"no json", b"[1]", b'{"loss": 1}', b'{"step": null}'):
         path.write_bytes(b'{"step": 0}\n' + bad + b'\n{"step": 2}\n')
-        with pytest.raises(ValueError, match=r"metrics\.jsonl:2: got .*, wanted a JSON object with a step"):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl:2: got .*, expected a JSON object with a step"):
             rewind(path, 5)
 
 
@@ -202,11 +202,11 @@ words = st.sampled_from(HOSTILE) | st.text(st.sampled_from("|\\`*_{}[]()<>#+-.!&
 def test_a_table_shows_every_text_as_it_is_and_nothing_comes_alive(rows):
     page = Page(markdown_to_safe_html(markdown_table(rows)))
     assert page.tags <= {"table", "thead", "tbody", "tr", "th", "td", "br"}
-    wanted = [str(value) for row in rows for value in row.values()]
+    expected = [str(value) for row in rows for value in row.values()]
     shown = page.cells[2:]
     assert page.cells[:2] == ["text", "reward|"]
-    assert len(shown) == len(wanted)
-    for got, text in zip(shown, wanted, strict=True):
+    assert len(shown) == len(expected)
+    for got, text in zip(shown, expected, strict=True):
         # White space may collapse; invisible characters may show as U+FFFD; everything else is there, in order.
         visible = [c for c in text if c.isprintable() and not c.isspace()]
         assert [c for c in got if c.isprintable() and not c.isspace() and (c != "\ufffd" or c in text)] == visible

@@ -113,6 +113,6 @@ def test_steps_of_the_run_are_welcome(steps: Any) -> None:
 )
 def test_others_are_refused_by_name(steps: Any, got: str) -> None:
     with pytest.raises(
-        ValueError, match=re.escape(f"sections.Logging.profile_steps: {got}wanted whole numbers from 1 to 6")
+        ValueError, match=re.escape(f"sections.Logging.profile_steps: {got}expected whole numbers from 1 to 6")
     ):
         check_profile_steps(steps, 6)

@@ -55,11 +55,11 @@ def lap(watch: Stopwatch, seen: list[Counter]) -> None:
     found = watch.lap()
     total = found.pop("time/total")
     assert sum(found.values()) == pytest.approx(total, abs=1e-6)
-    wanted = seen[-1]
-    assert total == pytest.approx(wanted.total(), abs=1e-6)
-    assert {name.removeprefix("time/") for name in found} >= {OTHER, *(name for name in wanted if wanted[name])}
+    expected = seen[-1]
+    assert total == pytest.approx(expected.total(), abs=1e-6)
+    assert {name.removeprefix("time/") for name in found} >= {OTHER, *(name for name in expected if expected[name])}
     for name, seconds in found.items():
-        assert seconds == pytest.approx(wanted[name.removeprefix("time/")], abs=1e-6)
+        assert seconds == pytest.approx(expected[name.removeprefix("time/")], abs=1e-6)
     seen.append(Counter())
 
 

@@ -157,12 +157,12 @@ def test_a_name_is_drawn_once_a_folder(tmp_path: Path) -> None:
 
 def test_what_is_missing_or_unknown_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, bad in WRONG:
-        wanted = rf"tracker\.{name}\.destination: got '{re.escape(bad)}', wanted PROJECT:offline"
-        with pytest.raises(ValueError, match=wanted):
+        expected = rf"tracker\.{name}\.destination: got '{re.escape(bad)}', expected PROJECT:offline"
+        with pytest.raises(ValueError, match=expected):
             getattr(tracker, name)(destination=bad)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name in ("wandb", "trackio"):
-        missing = rf"@tracker\.{name}\(\) without the package {name}, wanted it .*pip install 'grpo-fn\[{name}\]'"
+        missing = rf"@tracker\.{name}\(\) without the package {name}, expected it .*pip install 'grpo-fn\[{name}\]'"
         with pytest.raises(ValueError, match=missing):
             getattr(tracker, name)(destination="tests:offline")
 

@@ -14,9 +14,9 @@ HALF, FULL = torch.bfloat16, torch.float32
 @pytest.mark.parametrize(
     ("name", "dtype", "why"),
     [
-        ("flash", FULL, r"got 'flash', wanted one of eager, sdpa, .*flash_attention_3"),
-        ("flex_attention", HALF, r"got 'flex_attention', wanted one of"),
-        *((name, FULL, rf"got '{name}' in float32, wanted .*bf16") for name in FLASH),
+        ("flash", FULL, r"got 'flash', expected one of eager, sdpa, .*flash_attention_3"),
+        ("flex_attention", HALF, r"got 'flex_attention', expected one of"),
+        *((name, FULL, rf"got '{name}' in float32, expected .*bf16") for name in FLASH),
     ],
 )
 def test_a_choice_that_no_machine_could_keep_is_refused(name: str, dtype: torch.dtype, why: str):
@@ -33,9 +33,9 @@ def card(patch: pytest.MonkeyPatch, capability: tuple[int, int], *, packages: bo
 @pytest.mark.parametrize(
     ("name", "capability", "why"),
     [
-        ("flash_attention_2", (7, 5), r"compute capability 7\.5, wanted compute capability 8\.0 or later"),
-        ("flash_attention_3", (8, 9), r"compute capability 8\.9, wanted compute capability 9\.0, or"),
-        ("flash_attention_3", (10, 0), r"compute capability 10\.0, wanted compute capability 9\.0, or"),
+        ("flash_attention_2", (7, 5), r"compute capability 7\.5, expected compute capability 8\.0 or later"),
+        ("flash_attention_3", (8, 9), r"compute capability 8\.9, expected compute capability 9\.0, or"),
+        ("flash_attention_3", (10, 0), r"compute capability 10\.0, expected compute capability 9\.0, or"),
     ],
 )
 def test_a_card_that_lacks_the_kernel_is_named(monkeypatch, name: str, capability: tuple[int, int], why: str):
@@ -47,11 +47,11 @@ def test_a_card_that_lacks_the_kernel_is_named(monkeypatch, name: str, capabilit
 def test_what_is_not_installed_or_not_a_card_is_named(monkeypatch):
     card(monkeypatch, (9, 0))
     for name in FLASH:
-        with pytest.raises(ValueError, match=rf"got '{name}' on cpu, wanted a CUDA device of compute capability"):
+        with pytest.raises(ValueError, match=rf"got '{name}' on cpu, expected a CUDA device of compute capability"):
             check_attention(name, CPU, HALF)
     card(monkeypatch, (9, 0), packages=False)
     for name, module in (("flash_attention_2", "flash_attn"), ("flash_attention_3", "flash_attn_interface")):
-        with pytest.raises(ValueError, match=rf"got '{name}' without the module {module}, wanted .*pip install"):
+        with pytest.raises(ValueError, match=rf"got '{name}' without the module {module}, expected .*pip install"):
             check_attention(name, CUDA, HALF)
 
 

@@ -54,10 +54,10 @@ def trained(model: nn.Module, ids: Tensor = IDS) -> tuple[Tensor, dict[str, Tens
     return out.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
-def assert_equal_runs(got: tuple, wanted: tuple, tolerance: float) -> None:
-    torch.testing.assert_close(got[0], wanted[0], rtol=tolerance, atol=tolerance)
-    assert got[1].keys() == wanted[1].keys()
-    for name, grad in wanted[1].items():
+def assert_equal_runs(got: tuple, expected: tuple, tolerance: float) -> None:
+    torch.testing.assert_close(got[0], expected[0], rtol=tolerance, atol=tolerance)
+    assert got[1].keys() == expected[1].keys()
+    for name, grad in expected[1].items():
         torch.testing.assert_close(got[1][name], grad, rtol=tolerance, atol=tolerance, msg=name)
 
 
@@ -77,7 +77,7 @@ def test_the_blocks_are_the_decoders_layers_in_order(name: str, adapted: bool) -
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(2, 2), "got Linear without transformer blocks; wanted modules of a class in .* names none"),
+        (nn.Linear(2, 2), "got Linear without transformer blocks; expected modules of a class in .* names none"),
         (family("mistral").lm_head, "got Linear without"),
     ],
 )
@@ -117,9 +117,9 @@ def test_so_it_is_with_adapters_and_their_dropout(name: str, change: Change) -> 
     plain = lora.attach(family(name), ADAPTERS)
     for module in lora.dropouts(plain):
         module.train()
-    wanted = trained(plain)
-    assert wanted[1].keys() == {name for name, _ in plain.named_parameters() if lora.is_adapter(name)}
-    assert_equal_runs(trained(changed(copy.deepcopy(plain), change)), wanted, 0.0)
+    expected = trained(plain)
+    assert expected[1].keys() == {name for name, _ in plain.named_parameters() if lora.is_adapter(name)}
+    assert_equal_runs(trained(changed(copy.deepcopy(plain), change)), expected, 0.0)
 
 
 @pytest.mark.parametrize("change", [*ACTIVATIONS, eager, compile_block])
@@ -269,7 +269,7 @@ def test_the_modes_are_torchs_own() -> None:
 @pytest.mark.parametrize("mode", ["max_autotune", ""])
 def test_another_mode_is_refused(mode: str) -> None:
     with pytest.raises(
-        ValueError, match=rf"torch_compile\.mode: got {mode!r}, wanted one of 'default', 'reduce-overhead'"
+        ValueError, match=rf"torch_compile\.mode: got {mode!r}, expected one of 'default', 'reduce-overhead'"
     ):
         block_changes.check_compile_mode(mode)
 
@@ -320,9 +320,9 @@ def test_hooks_of_fully_shard_stay_outside(changes: tuple[Change, ...], mesh: ob
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert len(blocks(model)) == 2
-    wanted, got = trained(plain), trained(model)
+    expected, got = trained(plain), trained(model)
     got = (got[0], {name: grad.full_tensor() for name, grad in got[1].items()})
-    assert_equal_runs(got, wanted, 1e-6 if compile_block in changes else 0.0)
+    assert_equal_runs(got, expected, 1e-6 if compile_block in changes else 0.0)
 
 
 def test_what_is_compiled_may_be_compiled_again_more_often_than_torch_lets_it() -> None:
@@ -354,7 +354,7 @@ def test_by_default_blocks_of_a_cpu_are_left_alone_and_those_without_a_place_ref
     block = block_changes.blocks(family("qwen2_tied"))[0]
     compiled_on_cuda(block)
     assert "forward" not in vars(block)
-    with pytest.raises(ValueError, match="got a block on the meta device, wanted one with its weights in place"):
+    with pytest.raises(ValueError, match="got a block on the meta device, expected one with its weights in place"):
         compiled_on_cuda(block.to("meta"))
 
 
@@ -370,6 +370,6 @@ def test_the_samplers_steps_are_compiled_of_large_blocks_and_without_determinist
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = family("qwen2_tied")
-    for least, deterministic, wanted in ((0, False, True), (0, True, False), (10**6, False, False)):
+    for least, deterministic, expected in ((0, False, True), (0, True, False), (10**6, False, False)):
         monkeypatch.setattr(block_changes, "SMALL_BLOCK", least)
-        assert block_changes.compiles_decoding(model, deterministic=deterministic) == wanted
+        assert block_changes.compiles_decoding(model, deterministic=deterministic) == expected

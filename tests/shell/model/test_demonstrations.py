@@ -97,7 +97,7 @@ ENDLESS = models.CHAT_TEMPLATE.replace("<|im_end|>", "")
         (
             SHORTENS,
             ("Hi", "<think>so</think>Yes?", "1+1"),
-            r"message 1: got a chat template that makes it 'Yes\?', wanted '<think>so",
+            r"message 1: got a chat template that makes it 'Yes\?', expected '<think>so",
         ),
         (
             ENDLESS,
@@ -139,7 +139,7 @@ def test_one_that_is_too_long_is_refused_and_each_is_looked_at() -> None:
     rows = [problem("12", "3"), problem("12345", "678")]
     demonstrations.check_demonstrations(rows, **how, most=9)
     demonstrations.check_demonstrations(rows, **how, most=None)
-    with pytest.raises(ValueError, match=r"'12345': got 9 tokens with its completion, wanted at most 8"):
+    with pytest.raises(ValueError, match=r"'12345': got 9 tokens with its completion, expected at most 8"):
         demonstrations.check_demonstrations(rows, **how, most=8)
 
 

@@ -63,8 +63,8 @@ def both(z, target, temperature):
 @few
 def test_statistics_are_those_of_torchs_operations(n, v, seed, tau):
     z, target, *_ = chunk(n, v, seed)
-    (kernels, left, got), (*_, wanted) = both(z, target, tau)
-    near(got, wanted, 2e-6)
+    (kernels, left, got), (*_, expected) = both(z, target, tau)
+    near(got, expected, 2e-6)
     assert torch.equal(left, z)
     assert torch.equal(kernels.logp(z, target, temperature=tau, spare=kernels.spare(z)), got.logp)
     right = (z.double() / tau).log_softmax(-1)
@@ -79,11 +79,11 @@ def test_the_gradient_is_that_of_torchs_operations(n, v, seed, tau, dtype, entro
     for kernels, left, stats in both(z, target, tau):
         at = (z.clone() if fresh else left, target, dlogp, dentropy if entropy else None, stats)
         found.append(kernels.slope(*at, temperature=tau, fresh=fresh, dtype=dtype))
-    got, wanted = found
-    assert got.dtype is wanted.dtype is dtype
+    got, expected = found
+    assert got.dtype is expected.dtype is dtype
     # The interpreter cuts halves off where a card rounds them: a unit of the last place.
-    allowed = 2e-6 + HALVES.get(dtype, 0.0) * wanted.float().abs()
-    assert bool(((got.float() - wanted.float()).abs() <= allowed).all())
+    allowed = 2e-6 + HALVES.get(dtype, 0.0) * expected.float().abs()
+    assert bool(((got.float() - expected.float()).abs() <= allowed).all())
 
 
 @given(st.integers(1, 9), st.integers(2, 40), st.integers(1, 4), st.integers(1, 200), TEMPERATURES, st.integers(0, 99))
@@ -95,9 +95,9 @@ def test_a_head_of_these_kernels_is_the_dense_one(n, v, d, elements, tau, seed):
         head = partial(linear_scores, target=target, temperature=tau, elements=elements)
         got = pulled(lambda h, w: head(h, w), hidden, weight, dlogp, dentropy)
         alone = linear_logp(hidden, weight, target, temperature=tau, elements=elements)
-    wanted = pulled(lambda h, w: dense(h, w, target, tau), hidden, weight, dlogp, dentropy)
-    near(got[0], wanted[0], 2e-6)
-    near(got[1], wanted[1], 2e-6)
+    expected = pulled(lambda h, w: dense(h, w, target, tau), hidden, weight, dlogp, dentropy)
+    near(got[0], expected[0], 2e-6)
+    near(got[1], expected[1], 2e-6)
     assert torch.equal(alone, got[0][0])
 
 
@@ -120,9 +120,9 @@ def test_functorch_has_torchs_operations_in_both_directions(monkeypatch):
     monkeypatch.setattr(logprob_model, "choose_head_kernels", lambda device: fast)
     head = partial(linear_scores, target=target, temperature=0.7, elements=2 * 37)
     out, pull = vjp(lambda h, w: head(h, w), hidden, weight)
-    wanted, wanted_pull = vjp(lambda h, w: dense(h, w, target, 0.7), hidden, weight)
-    near(out, wanted, 2e-6)
-    near(pull((*signals,)), wanted_pull((*signals,)), 2e-6)
+    expected, expected_pull = vjp(lambda h, w: dense(h, w, target, 0.7), hidden, weight)
+    near(out, expected, 2e-6)
+    near(pull((*signals,)), expected_pull((*signals,)), 2e-6)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, which interprets

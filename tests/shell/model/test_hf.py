@@ -60,23 +60,26 @@ def rewrite(name: str, **changes: object) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (drop("config.json"), r"got folder .*bad without config\.json; wanted a Hugging Face model; it holds gen"),
+        (drop("config.json"), r"got folder .*bad without config\.json; expected a Hugging Face model; it holds gen"),
         (drop("*"), r"got folder .*bad without config\.json; .* it holds nothing"),
-        (write("config.json", "{"), "got model .*bad', wanted a causal language model's folder or hub name: .*JSON"),
-        (write("config.json", "{}"), "got model .*bad', wanted a causal language model's folder .*model_type"),
-        (write("config.json", '{"model_type": "nothing"}'), "got model .*bad', wanted a causal .*nothing"),
+        (write("config.json", "{"), "got model .*bad', expected a causal language model's folder or hub name: .*JSON"),
+        (write("config.json", "{}"), "got model .*bad', expected a causal language model's folder .*model_type"),
+        (write("config.json", '{"model_type": "nothing"}'), "got model .*bad', expected a causal .*nothing"),
         (drop("*.safetensors"), r"got model folder .*bad without weights \(\*\.safetensors\); it holds config\.json, "),
-        (drop("tokenizer*"), r"got no tokenizer in .*bad; wanted tokenizer\.json or its like"),
-        (drop("tokenizer.json"), r"got no tokenizer in .*bad; wanted tokenizer\.json or its like"),
-        (write("tokenizer.json", "{"), r"got no usable tokenizer in .*bad; wanted tokenizer\.json or its like: "),
-        (rewrite("tokenizer_config.json", eos_token=None), "got a tokenizer without an EOS token in .*bad; wanted one"),
+        (drop("tokenizer*"), r"got no tokenizer in .*bad; expected tokenizer\.json or its like"),
+        (drop("tokenizer.json"), r"got no tokenizer in .*bad; expected tokenizer\.json or its like"),
+        (write("tokenizer.json", "{"), r"got no usable tokenizer in .*bad; expected tokenizer\.json or its like: "),
+        (
+            rewrite("tokenizer_config.json", eos_token=None),
+            "got a tokenizer without an EOS token in .*bad; expected one",
+        ),
         (
             rewrite("tokenizer_config.json", eos_token="<|new|>"),
-            r"got EOS '<\|new\|>' in .*bad, which is not in the vocabulary: its id 290 was added; wanted .* 290 ids",
+            r"got EOS '<\|new\|>' in .*bad, which is not in the vocabulary: its id 290 was added; expected .* 290 ids",
         ),
     ],
 )
-def test_a_bad_folder_says_what_was_got_and_wanted(good: Path, tmp_path: Path, spoil: Callable, message: str):
+def test_a_bad_folder_says_what_was_got_and_expected(good: Path, tmp_path: Path, spoil: Callable, message: str):
     bad = copied(good, tmp_path / "bad")
     opened(bad)
     spoil(bad)
@@ -87,7 +90,7 @@ def test_a_bad_folder_says_what_was_got_and_wanted(good: Path, tmp_path: Path, s
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nor/this", "nowhere", "a/b/c"])
 def test_a_missing_folder_is_named(name: str):
     with pytest.raises(
-        ValueError, match=f"got model '{name}', which does not exist; wanted a Hugging Face model folder"
+        ValueError, match=f"got model '{name}', which does not exist; expected a Hugging Face model folder"
     ):
         hf.Pretrained(name).config()
 
@@ -95,7 +98,7 @@ def test_a_missing_folder_is_named(name: str):
 def test_a_file_is_not_a_folder(tmp_path: Path):
     (tmp_path / "model.bin").touch()
     with pytest.raises(
-        ValueError, match=r"got model .*model\.bin', a file; wanted a folder with config\.json, weights"
+        ValueError, match=r"got model .*model\.bin', a file; expected a folder with config\.json, weights"
     ):
         hf.Pretrained(str(tmp_path / "model.bin")).folder()
 
@@ -147,11 +150,11 @@ def test_digits_are_tokens_of_their_own():
 
 def test_weights_come_back_bit_for_bit_and_ready_to_score(good: Path):
     model = hf.load_model(str(good), dtype=torch.float32, device=torch.device("cpu"), attention="eager")
-    wanted = qwen2_tied(VOCABULARY)
+    expected = qwen2_tied(VOCABULARY)
     assert not model.training
     assert model.config._attn_implementation == "eager"
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), wanted.parameters(), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
 
 
 def test_an_export_replaces_the_folder_before_it(good: Path, tmp_path: Path):
@@ -195,8 +198,8 @@ def test_with_a_chat_template_the_prompt_is_one_user_turn(tmp_path: Path):
     chatty.chat_template = CHAT_TEMPLATE
     hf.export(qwen2_tied(VOCABULARY), chatty, tmp_path / "chat")
     ids = hf.encode_prompt(hf.load_tokenizer(str(tmp_path / "chat")), "Tom has\n12")
-    wanted = "<|im_start|>user\nTom has\n12<|im_end|>\n<|im_start|>assistant\n"
-    assert ids == tokenizer()(wanted)["input_ids"]
+    expected = "<|im_start|>user\nTom has\n12<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == tokenizer()(expected)["input_ids"]
 
 
 def test_a_system_turn_comes_first_and_needs_a_template():
@@ -204,8 +207,8 @@ def test_a_system_turn_comes_first_and_needs_a_template():
     with pytest.raises(ValueError, match="got system and user messages for a tokenizer without a chat template"):
         hf.with_system(chatty, "Tom", system="Be brief.")
     chatty.chat_template = CHAT_TEMPLATE
-    wanted = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTom<|im_end|>\n<|im_start|>assistant\n"
-    assert hf.with_system(chatty, "Tom", system="Be brief.") == tokenizer()(wanted)["input_ids"]
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTom<|im_end|>\n<|im_start|>assistant\n"
+    assert hf.with_system(chatty, "Tom", system="Be brief.") == tokenizer()(expected)["input_ids"]
     assert hf.bare_prompt(chatty, "Tom") == tokenizer()("Tom")["input_ids"]
 
 
@@ -218,9 +221,9 @@ def test_the_messages_of_a_conversation_are_the_turns_of_the_chat_template():
     with pytest.raises(ValueError, match="got system and user messages for a tokenizer without a chat template"):
         hf.encode_prompt(chatty, prompt)
     chatty.chat_template = CHAT_TEMPLATE
-    wanted = "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nTom<|im_end|>\n<|im_start|>assistant\n"
-    assert hf.encode_prompt(chatty, prompt) == tokenizer()(wanted)["input_ids"]
-    assert hf.encode_prompt(chatty, pickle.loads(pickle.dumps(prompt))) == tokenizer()(wanted)["input_ids"]
+    expected = "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nTom<|im_end|>\n<|im_start|>assistant\n"
+    assert hf.encode_prompt(chatty, prompt) == tokenizer()(expected)["input_ids"]
+    assert hf.encode_prompt(chatty, pickle.loads(pickle.dumps(prompt))) == tokenizer()(expected)["input_ids"]
     with pytest.raises(ValueError, match="got messages that begin with a system message"):
         hf.with_system(chatty, prompt, system="Be brief.")
     with pytest.raises(ValueError, match=r"got chat messages for hf\.bare_prompt"):
@@ -235,8 +238,8 @@ def test_the_messages_of_a_conversation_are_the_turns_of_the_chat_template():
 def test_devices_and_dtypes_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_device("auto", 0) == find_device("cpu", 0) == torch.device("cpu")
-    with pytest.raises(ValueError, match="got device 'cuda:0', wanted one that exists"):
+    with pytest.raises(ValueError, match="got device 'cuda:0', expected one that exists"):
         find_device("cuda:0", 0)
     assert hf.find_dtype("bfloat16") == torch.bfloat16
-    with pytest.raises(ValueError, match=r"got dtype 'int8', wanted one of \['bfloat16', 'float16', 'float32'\]"):
+    with pytest.raises(ValueError, match=r"got dtype 'int8', expected one of \['bfloat16', 'float16', 'float32'\]"):
         hf.find_dtype("int8")

@@ -54,14 +54,14 @@ def logits(model: nn.Module) -> Tensor:
         return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
 
 
-def assert_equal_models(got: nn.Module, wanted: nn.Module) -> None:
-    assert tensors(got).keys() == tensors(wanted).keys()
-    for name, tensor in tensors(wanted).items():
+def assert_equal_models(got: nn.Module, expected: nn.Module) -> None:
+    assert tensors(got).keys() == tensors(expected).keys()
+    for name, tensor in tensors(expected).items():
         assert tensors(got)[name].dtype == tensor.dtype, name
         assert tensors(got)[name].requires_grad == tensor.requires_grad, name
         torch.testing.assert_close(tensors(got)[name], tensor, rtol=0, atol=0, msg=name)
-    assert got.training == wanted.training
-    assert torch.equal(logits(got), logits(wanted))
+    assert got.training == expected.training
+    assert torch.equal(logits(got), logits(expected))
 
 
 @pytest.mark.parametrize("shard", ["1GB", "4KB"])
@@ -82,9 +82,9 @@ def test_an_empty_model_holds_nothing_but_right_buffers(name: str, folders: Call
     folder = folders(name)
     model = meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32)
     assert all(p.is_meta for p in model.parameters())
-    wanted = dict(pretrained(folder).named_buffers())
-    assert wanted
-    assert all(torch.equal(buffer, wanted[name]) for name, buffer in model.named_buffers())
+    expected = dict(pretrained(folder).named_buffers())
+    assert expected
+    assert all(torch.equal(buffer, expected[name]) for name, buffer in model.named_buffers())
 
 
 def test_the_frequencies_of_a_scaled_rope_are_not_the_defaults(folders: Callable) -> None:
@@ -124,9 +124,9 @@ def test_a_tied_head_may_stand_in_the_file_alone_or_twice(folders: Callable, tmp
     def alone(held: dict[str, Tensor]) -> None:
         held["lm_head.weight"] = held.pop("model.embed_tokens.weight")
 
-    wanted = pretrained(folders("qwen2_tied"))
+    expected = pretrained(folders("qwen2_tied"))
     for change in (twice, alone):
-        assert_equal_models(filled(rewritten(folders("qwen2_tied"), tmp_path / change.__name__, change)), wanted)
+        assert_equal_models(filled(rewritten(folders("qwen2_tied"), tmp_path / change.__name__, change)), expected)
 
 
 def test_tied_weights_that_differ_are_an_error(folders: Callable, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_tied_weights_that_differ_are_an_error(folders: Callable, tmp_path: Path
         held["lm_head.weight"] = held["model.embed_tokens.weight"] + 1
 
     bad = rewritten(folders("qwen2_tied"), tmp_path / "bad", differ)
-    with pytest.raises(ValueError, match=r"got (\S+) and (\S+) with different values in .*, wanted them tied"):
+    with pytest.raises(ValueError, match=r"got (\S+) and (\S+) with different values in .*, expected them tied"):
         filled(bad)
 
 
@@ -165,7 +165,7 @@ def test_a_prefix_is_taken_off_and_persistent_buffers_are_read(folders: Callable
     assert model.model.norm.seen == 7
     assert torch.equal(logits(model), logits(pretrained(folders("qwen3_untied"))))
     with pytest.raises(
-        ValueError, match=r"got a module with model\.model\.\S+, wanted every name to begin with 'scorer"
+        ValueError, match=r"got a module with model\.model\.\S+, expected every name to begin with 'scorer"
     ):
         load_shards(Wrapped(model), folder, device=CPU, prefix="scorer.")
 
@@ -236,24 +236,24 @@ NORM = "model.norm.weight"
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (only("config.json"), r"got \S+bad, wanted model\.safetensors or model\.safetensors\.index\.json in it$"),
-        (as_bin, r"got \S+bad, wanted model\.safetensors .*; convert pytorch_model\.bin to safetensors"),
-        (truncate(0.5), r"got \S+model\.safetensors, wanted a whole safetensors file: .*file not fully covered"),
-        (truncate(0.0), r"got \S+model\.safetensors, wanted a whole safetensors file: .*header too small"),
-        (truncate(0.01), r"got \S+model\.safetensors, wanted a whole safetensors file: .*header"),
-        (garbage(b"\2" + b"\0" * 7 + b"[]"), r"got \S+model\.safetensors, wanted a whole safetensors file: .*JSON"),
-        (garbage(b"\4" + b"\0" * 7 + b"null"), r"got \S+model\.safetensors, wanted a whole safetensors file: .*JSON"),
+        (only("config.json"), r"got \S+bad, expected model\.safetensors or model\.safetensors\.index\.json in it$"),
+        (as_bin, r"got \S+bad, expected model\.safetensors .*; convert pytorch_model\.bin to safetensors"),
+        (truncate(0.5), r"got \S+model\.safetensors, expected a whole safetensors file: .*file not fully covered"),
+        (truncate(0.0), r"got \S+model\.safetensors, expected a whole safetensors file: .*header too small"),
+        (truncate(0.01), r"got \S+model\.safetensors, expected a whole safetensors file: .*header"),
+        (garbage(b"\2" + b"\0" * 7 + b"[]"), r"got \S+model\.safetensors, expected a whole safetensors file: .*JSON"),
+        (garbage(b"\4" + b"\0" * 7 + b"null"), r"got \S+model\.safetensors, expected a whole safetensors file: .*JSON"),
         (
             garbage(b"<html>not found</html>"),
-            r"got \S+model\.safetensors, wanted a whole safetensors file: .*header too large",
+            r"got \S+model\.safetensors, expected a whole safetensors file: .*header too large",
         ),
         (
             change(lambda held: held.pop(NORM)),
-            r"got weights without model\.norm\.weight in \S+bad, wanted those of Qwen3",
+            r"got weights without model\.norm\.weight in \S+bad, expected those of Qwen3",
         ),
         (
             change(lambda held: held.update(odd=held[NORM].clone())),
-            r"got weights with odd in \S+bad, wanted those of Qwen3ForCausalLM alone",
+            r"got weights with odd in \S+bad, expected those of Qwen3ForCausalLM alone",
         ),
         (
             change(lambda held: held.update({f"{i}": held.pop(NORM) if i == 0 else torch.ones(1) for i in range(5)})),
@@ -261,15 +261,15 @@ NORM = "model.norm.weight"
         ),
         (
             change(lambda held: held.update({NORM: torch.ones(15)})),
-            r"got model\.norm\.weight of shape \(15,\) in \S+model\.safetensors, wanted \(16,\)",
+            r"got model\.norm\.weight of shape \(15,\) in \S+model\.safetensors, expected \(16,\)",
         ),
         (
             change(lambda held: held.update({NORM: torch.ones(16, dtype=torch.int8)})),
-            r"got model\.norm\.weight as I8 in \S+model\.safetensors, wanted one of F64, F32, F16, BF16",
+            r"got model\.norm\.weight as I8 in \S+model\.safetensors, expected one of F64, F32, F16, BF16",
         ),
     ],
 )
-def test_a_bad_folder_says_what_was_got_and_wanted_before_anything_is_allocated(
+def test_a_bad_folder_says_what_was_got_and_expected_before_anything_is_allocated(
     folders: Callable, tmp_path: Path, spoil: Callable, message: str
 ) -> None:
     bad = rewritten(folders("qwen3_untied"), tmp_path / "bad", lambda held: None)
@@ -290,13 +290,15 @@ def sharded_copy(folder: Path, to: Path) -> Path:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", r"got \S+index\.json, wanted a JSON object with a weight_map"),
-        ("[]", r"got \S+index\.json, wanted a JSON object with a weight_map"),
-        ('{"weight_map": ["a"]}', r"got \S+index\.json, wanted a JSON object with a weight_map"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', r"got \S+bad without gone\.safetensors, wanted every file"),
+        ("{", r"got \S+index\.json, expected a JSON object with a weight_map"),
+        ("[]", r"got \S+index\.json, expected a JSON object with a weight_map"),
+        ('{"weight_map": ["a"]}', r"got \S+index\.json, expected a JSON object with a weight_map"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', r"got \S+bad without gone\.safetensors, expected every file"),
     ],
 )
-def test_a_bad_index_says_what_was_got_and_wanted(folders: Callable, tmp_path: Path, index: str, message: str) -> None:
+def test_a_bad_index_says_what_was_got_and_expected(
+    folders: Callable, tmp_path: Path, index: str, message: str
+) -> None:
     bad = sharded_copy(folders("mistral", "4KB"), tmp_path / "bad")
     (bad / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match=message):
@@ -307,10 +309,10 @@ def test_a_shard_that_is_gone_or_truncated_is_named(folders: Callable, tmp_path:
     bad = sharded_copy(folders("mistral", "4KB"), tmp_path / "bad")
     truncate(0.7)(bad)
     victim = sorted(bad.glob("*.safetensors"))[0]
-    with pytest.raises(ValueError, match=rf"got \S+{victim.name}, wanted a whole safetensors file"):
+    with pytest.raises(ValueError, match=rf"got \S+{victim.name}, expected a whole safetensors file"):
         entries(bad)
     victim.unlink()
-    with pytest.raises(ValueError, match=rf"got \S+bad without {victim.name}, wanted every file that \S+index.json"):
+    with pytest.raises(ValueError, match=rf"got \S+bad without {victim.name}, expected every file that \S+index.json"):
         entries(bad)
 
 
@@ -338,7 +340,7 @@ def test_a_folder_is_itself_and_a_name_is_downloaded_without_other_formats(
 
 @pytest.mark.parametrize("name", ["no/such/thing", "owner/--bad--", "/nowhere/at/all"])
 def test_a_name_that_cannot_be_is_an_error(name: str) -> None:
-    with pytest.raises(ValueError, match=f"got model '{name}', wanted a folder or a hub name, owner/model"):
+    with pytest.raises(ValueError, match=f"got model '{name}', expected a folder or a hub name, owner/model"):
         folder_of(name)
 
 
@@ -353,12 +355,12 @@ def test_every_rank_reads_its_rows_alone_and_together_they_are_the_model(folders
     models = [folders("gemma2_capped", "4KB"), odd]
     for seen_by_rank in crew(RANKS).run(filling_rank.seen_of_all, models):
         for folder, seen in zip(models, seen_by_rank, strict=True):
-            wanted = pretrained(folder)
-            for key, tensor in wanted.named_parameters():
+            expected = pretrained(folder)
+            for key, tensor in expected.named_parameters():
                 assert torch.equal(seen["full"][f"model.{key}"], tensor), key
-            whole = sum(p.numel() for p in wanted.parameters())
+            whole = sum(p.numel() for p in expected.parameters())
             assert seen["read"] == seen["held"] <= 0.51 * whole
-            assert torch.equal(seen["logits"], logits(wanted))
+            assert torch.equal(seen["logits"], logits(expected))
             assert seen["adapters"]["whole"].keys() == seen["adapters"]["gathered"].keys() != set()
             for key, tensor in seen["adapters"]["whole"].items():
                 assert torch.equal(seen["adapters"]["gathered"][key], tensor), key

@@ -54,9 +54,9 @@ def pulled(f, hidden, weight, dlogp, dentropy):
     return [y.detach() for y in out], list(grads)
 
 
-def near(got, wanted, tolerance):
-    """Agreement relative to the largest entry of what is wanted, or to 1: inputs and cotangents are of that size."""
-    for x, y in zip(got, wanted, strict=True):
+def near(got, expected, tolerance):
+    """Agreement relative to the largest entry of what is expected, or to 1: inputs and cotangents are of that size."""
+    for x, y in zip(got, expected, strict=True):
         assert x.dtype == y.dtype
         scale = max(1.0, float(y.abs().max())) if y.numel() else 1.0
         torch.testing.assert_close(x, y, rtol=0, atol=tolerance * scale)
@@ -69,9 +69,9 @@ def test_values_and_gradients_are_those_of_the_dense_head(dtype, tolerance, whic
     hidden, weight, target, dlogp, dentropy = inputs(n, v, d, dtype, seed)
     cotangents = (None if which == "entropy" else dlogp, None if which == "logp" else dentropy)
     got = pulled(lambda h, w: chunked(h, w, target, tau, elements), hidden, weight, *cotangents)
-    wanted = pulled(lambda h, w: dense(h, w, target, tau), hidden, weight, *cotangents)
-    near(got[0], wanted[0], tolerance)
-    near(got[1], wanted[1], tolerance)
+    expected = pulled(lambda h, w: dense(h, w, target, tau), hidden, weight, *cotangents)
+    near(got[0], expected[0], tolerance)
+    near(got[1], expected[1], tolerance)
 
 
 def test_finite_differences_agree_with_the_gradient():
@@ -116,9 +116,9 @@ def test_no_rows_give_no_scores_and_a_zero_gradient():
 def test_functorch_differentiates_it_like_the_dense_head(tau, elements):
     hidden, weight, target, dlogp, dentropy = inputs(6, 7, 3, torch.float64)
     out, pull = vjp(lambda h, w: chunked(h, w, target, tau, elements), hidden, weight)
-    wanted_out, wanted_pull = vjp(lambda h, w: dense(h, w, target, tau), hidden, weight)
-    near(out, wanted_out, 1e-13)
-    near(pull((dlogp, dentropy)), wanted_pull((dlogp, dentropy)), 1e-13)
+    expected_out, expected_pull = vjp(lambda h, w: dense(h, w, target, tau), hidden, weight)
+    near(out, expected_out, 1e-13)
+    near(pull((dlogp, dentropy)), expected_pull((dlogp, dentropy)), 1e-13)
     slopes = [grad(lambda w, f=f: (f(hidden, w, target, tau)[0] * dlogp).sum())(weight) for f in (chunked, dense)]
     near(slopes[:1], slopes[1:], 1e-13)
 
@@ -165,8 +165,8 @@ def test_a_vocabulary_of_150k_costs_float32_no_digits(chunks):
     hidden, weight, target, dlogp, dentropy = inputs(16 * chunks, 151_936, 16, torch.float32)
     given = (hidden, weight, dlogp, dentropy)
     got = pulled(lambda h, w: chunked(h, w, target, 1.0, 16 * 151_936), *given)
-    wanted = pulled(lambda h, w: dense(h, w, target, 1.0), *(x.double() for x in given))
-    for found, right, tolerance in zip(got, wanted, (1e-6, 1e-5), strict=True):
+    expected = pulled(lambda h, w: dense(h, w, target, 1.0), *(x.double() for x in given))
+    for found, right, tolerance in zip(got, expected, (1e-6, 1e-5), strict=True):
         near([x.double() for x in found], right, tolerance)
 
 
@@ -239,11 +239,11 @@ def bytes_at_most(head, signals, folder) -> int:
 
 def test_at_a_vocabulary_of_150k_memory_is_a_quarter_of_the_dense_heads_at_most(tmp_path):
     signals = tuple(torch.randn(2, 256))
-    wanted, got = (bytes_at_most(f, signals, tmp_path) for f in (dense, partial(chunked, elements=16_777_216)))
-    assert wanted > 4 * 256 * 151_936 * 4, (
+    expected, got = (bytes_at_most(f, signals, tmp_path) for f in (dense, partial(chunked, elements=16_777_216)))
+    assert expected > 4 * 256 * 151_936 * 4, (
         "the dense head holds logits, log-probs, probabilities and a gradient at once"
     )
-    assert got <= wanted / 4
+    assert got <= expected / 4
     assert got >= 16 * 151_936 * 4, "the weight's gradient"
 
 
@@ -304,9 +304,9 @@ def test_a_tokens_energy_is_the_squared_norm_of_its_score_in_the_logits(n, v, d,
     hidden, weight, target, *_ = inputs(n, v, d, torch.float64, seed)
     logits = hidden @ weight.T
     slopes = [jacrev(lambda z, a=a: (z / tau).log_softmax(-1)[a])(row) for row, a in zip(logits, target, strict=True)]
-    wanted = torch.stack([(tau * slope).square().sum() for slope in slopes]) if n else logits.new_empty(0)
-    near([linear_energy(hidden, weight, target, temperature=tau, elements=elements)], [wanted], 1e-13)
-    near([dense_energy(logits, target, temperature=tau)], [wanted], 1e-13)
+    expected = torch.stack([(tau * slope).square().sum() for slope in slopes]) if n else logits.new_empty(0)
+    near([linear_energy(hidden, weight, target, temperature=tau, elements=elements)], [expected], 1e-13)
+    near([dense_energy(logits, target, temperature=tau)], [expected], 1e-13)
 
 
 def test_the_energy_of_a_sure_token_keeps_its_digits_in_float32():
@@ -325,7 +325,7 @@ def test_log_probs_alone_are_those_beside_entropies_bit_for_bit(n, elements, tem
 
 
 @pytest.mark.parametrize(
-    ("device", "gigabytes", "bound", "wanted"),
+    ("device", "gigabytes", "bound", "expected"),
     [
         ("cpu", 0, 2**28, CPU_CHUNK),
         ("cpu", 0, 2**22, 2**22),
@@ -334,7 +334,7 @@ def test_log_probs_alone_are_those_beside_entropies_bit_for_bit(n, elements, tem
         ("cuda", 8, 2**22, 2**22),
     ],
 )
-def test_a_chunk_is_as_large_as_the_device_allows_and_the_bound(monkeypatch, device, gigabytes, bound, wanted):
+def test_a_chunk_is_as_large_as_the_device_allows_and_the_bound(monkeypatch, device, gigabytes, bound, expected):
     card = SimpleNamespace(total_memory=gigabytes * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    assert chunk_elements(bound, torch.device(device)) == wanted
+    assert chunk_elements(bound, torch.device(device)) == expected

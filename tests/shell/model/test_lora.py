@@ -78,10 +78,10 @@ def adapted(draw: st.DrawFn) -> tuple[str, LoRA]:
 def test_every_linear_layer_of_the_blocks_and_no_other_is_adapted(name: str, dtype: torch.dtype, device: str) -> None:
     model = family(name).to(device=device, dtype=dtype)
     before = dict(model.named_parameters())
-    wanted = {id(m) for block in blocks(model) for m in block.modules() if isinstance(m, nn.Linear)}
+    expected = {id(m) for block in blocks(model) for m in block.modules() if isinstance(m, nn.Linear)}
     assert attach(model, ALL) is model
     layers = {name for name, _ in model.named_modules() if name.endswith(".base_layer")}
-    assert {id(model.get_submodule(name)) for name in layers} == wanted
+    assert {id(model.get_submodule(name)) for name in layers} == expected
     after = dict(model.named_parameters())
     assert {name for name, p in after.items() if p.requires_grad} == {name for name in after if is_adapter(name)}
     assert {p.dtype for name, p in after.items() if is_adapter(name)} == {torch.float32}
@@ -117,8 +117,8 @@ def test_an_adapted_layer_adds_the_scaled_product(case: tuple[str, LoRA]) -> Non
     a, b = layer.lora_A.default.weight, layer.lora_B.default.weight
     assert a.shape[0] == b.shape[1] == how.rank
     x = torch.randn(3, a.shape[1])
-    wanted = layer.base_layer(x) + how.alpha / how.rank * (x @ a.T @ b.T)
-    torch.testing.assert_close(layer(x), wanted, rtol=1e-5, atol=1e-5)
+    expected = layer.base_layer(x) + how.alpha / how.rank * (x @ a.T @ b.T)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -126,16 +126,16 @@ def test_an_adapted_layer_adds_the_scaled_product(case: tuple[str, LoRA]) -> Non
     [
         (
             ("q_proj", "nope"),
-            r"got 'nope', which no module has; wanted linear layers of the blocks, among \['down_proj', ",
+            r"got 'nope', which no module has; expected linear layers of the blocks, among \['down_proj', ",
         ),
         (
             ("input_layernorm",),
-            r"got 'input_layernorm', which is also model\.layers\.0\.input_layernorm; wanted l",
+            r"got 'input_layernorm', which is also model\.layers\.0\.input_layernorm; expected l",
         ),
-        (("self_attn",), r"got 'self_attn', which is also model\.layers\.0\.self_attn; wanted linear"),
-        (("lm_head",), r"got 'lm_head', which is also lm_head; wanted linear"),
-        (("embed_tokens",), r"got 'embed_tokens', which is also model\.embed_tokens; wanted linear"),
-        (("proj",), r"got 'proj', which no module has; wanted .*'q_proj', 'up_proj', 'v_proj'\]"),
+        (("self_attn",), r"got 'self_attn', which is also model\.layers\.0\.self_attn; expected linear"),
+        (("lm_head",), r"got 'lm_head', which is also lm_head; expected linear"),
+        (("embed_tokens",), r"got 'embed_tokens', which is also model\.embed_tokens; expected linear"),
+        (("proj",), r"got 'proj', which no module has; expected .*'q_proj', 'up_proj', 'v_proj'\]"),
     ],
 )
 def test_targets_that_are_no_linear_layers_are_an_error_and_change_nothing(targets: tuple, message: str) -> None:
@@ -154,25 +154,25 @@ def test_names_may_say_which_layer() -> None:
 
 
 def test_adapters_are_attached_once() -> None:
-    with pytest.raises(ValueError, match="got a model that has LoRA adapters already, wanted one without"):
+    with pytest.raises(ValueError, match="got a model that has LoRA adapters already, expected one without"):
         attach(attach(family("mistral"), ALL), ALL)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 0}, "LoRA rank: got 0, wanted at least 1"),
-        ({"rank": -3}, "LoRA rank: got -3, wanted at least 1"),
-        ({"alpha": 0.0}, r"LoRA alpha: got 0\.0, wanted a finite number above 0"),
-        ({"alpha": float("nan")}, "LoRA alpha: got nan, wanted"),
-        ({"alpha": float("inf")}, "LoRA alpha: got inf, wanted"),
-        ({"dropout": 1.0}, r"LoRA dropout: got 1\.0, wanted a probability in \[0, 1\)"),
-        ({"dropout": -0.1}, r"LoRA dropout: got -0\.1, wanted"),
-        ({"targets": "q_proj"}, "LoRA targets: got 'q_proj', wanted 'all-linear' or a sequence of names"),
-        ({"targets": ()}, "LoRA targets: got none, wanted 'all-linear' or at least one name"),
+        ({"rank": 0}, "LoRA rank: got 0, expected at least 1"),
+        ({"rank": -3}, "LoRA rank: got -3, expected at least 1"),
+        ({"alpha": 0.0}, r"LoRA alpha: got 0\.0, expected a finite number above 0"),
+        ({"alpha": float("nan")}, "LoRA alpha: got nan, expected"),
+        ({"alpha": float("inf")}, "LoRA alpha: got inf, expected"),
+        ({"dropout": 1.0}, r"LoRA dropout: got 1\.0, expected a probability in \[0, 1\)"),
+        ({"dropout": -0.1}, r"LoRA dropout: got -0\.1, expected"),
+        ({"targets": "q_proj"}, "LoRA targets: got 'q_proj', expected 'all-linear' or a sequence of names"),
+        ({"targets": ()}, "LoRA targets: got none, expected 'all-linear' or at least one name"),
     ],
 )
-def test_a_bad_setting_says_what_was_got_and_wanted(change: dict, message: str) -> None:
+def test_a_bad_setting_says_what_was_got_and_expected(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoRA(**{**{"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": "all-linear"}, **change})
 
@@ -286,9 +286,9 @@ def test_merging_happens_in_float32_and_keeps_the_bases_dtype() -> None:
     state = model.state_dict()
     name = "model.layers.0.mlp.up_proj"
     a, b = (state[f"{name}.lora_{x}.default.weight"] for x in "AB")
-    wanted = (state[f"{name}.base_layer.weight"].float() + 2.0 * b @ a).bfloat16()
+    expected = (state[f"{name}.base_layer.weight"].float() + 2.0 * b @ a).bfloat16()
     got = dict(merge_adapters(state, ALL))
-    assert torch.equal(got[f"{name}.weight"], wanted)
+    assert torch.equal(got[f"{name}.weight"], expected)
     assert {x.dtype for x in got.values()} == {torch.bfloat16}
 
 
@@ -322,15 +322,15 @@ def test_merging_asks_for_one_layer_at_a_time() -> None:
     [
         (
             "lora_A.default.weight",
-            r"got \S+q_proj\.lora_B\.default\.weight without \S+lora_A\.default\.weight, wanted",
+            r"got \S+q_proj\.lora_B\.default\.weight without \S+lora_A\.default\.weight, expected",
         ),
         (
             "lora_B.default.weight",
-            r"got \S+q_proj\.lora_A\.default\.weight without \S+lora_B\.default\.weight, wanted",
+            r"got \S+q_proj\.lora_A\.default\.weight without \S+lora_B\.default\.weight, expected",
         ),
         (
             "base_layer.weight",
-            r"got \S+q_proj\.lora_A\.default\.weight without \S+q_proj\.base_layer\.weight, wanted",
+            r"got \S+q_proj\.lora_A\.default\.weight without \S+q_proj\.base_layer\.weight, expected",
         ),
     ],
 )
@@ -343,7 +343,9 @@ def test_half_an_adapter_is_an_error(gone: str, message: str) -> None:
 
 def test_adapters_of_another_rank_are_an_error() -> None:
     state = attach(family("mistral"), ALL).state_dict()
-    with pytest.raises(ValueError, match=r"q_proj: got A and B of shapes \(\(2, 16\), \(16, 2\)\), wanted \(\(3, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"q_proj: got A and B of shapes \(\(2, 16\), \(16, 2\)\), expected \(\(3, 16\)"
+    ):
         list(merge_adapters(state, LoRA(rank=3, alpha=1.0, dropout=0.0, targets="all-linear")))
 
 
@@ -380,7 +382,7 @@ def test_what_is_saved_is_the_same_every_time(tmp_path: Path) -> None:
 
 
 def test_no_adapters_are_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="got no adapters to save, wanted tensors named"):
+    with pytest.raises(ValueError, match="got no adapters to save, expected tensors named"):
         adapter_folder(family("mistral").state_dict(), ALL, "base", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 

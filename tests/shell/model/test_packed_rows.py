@@ -102,12 +102,12 @@ def family(name: str, way: str, dtype: torch.dtype) -> LogprobModel:
     return logprob_model(model, WAYS[way])
 
 
-def assert_alike(got: Found, wanted: Found, tolerance: float) -> None:
+def assert_alike(got: Found, expected: Found, tolerance: float) -> None:
     """To `tolerance` of the largest entry: of each score, and of all gradients together."""
-    for x, y in zip(got[:2], wanted[:2], strict=True):
+    for x, y in zip(got[:2], expected[:2], strict=True):
         assert float((x - y).abs().max()) <= tolerance * max(1.0, float(y.abs().max()))
-    if any(bool(x.any()) for x in wanted.grads.values()):
-        assert_same(got.grads, wanted.grads, tolerance)
+    if any(bool(x.any()) for x in expected.grads.values()):
+        assert_same(got.grads, expected.grads, tolerance)
     else:
         assert not any(bool(x.any()) for x in got.grads.values())
 
@@ -128,9 +128,9 @@ def rounding(single: Found, double: Found) -> float:
 def test_scores_and_gradients_are_those_of_padded_rows(name, some):
     # Both layouts round, each its own way: float32 is held against float64, not against the other's rounding. (In 1,300
     # draws the largest error of packed rows was 1.5e-6; what float64 says to the last digits is the next test.)
-    wanted = found(family(name, "padded", torch.float64), *some[:2])
-    padded = rounding(found(family(name, "padded", torch.float32), *some[:2]), wanted)
-    assert_alike(found(family(name, "packed", torch.float32), *some[:2]), wanted, 16 * FLOAT32.eps + padded)
+    expected = found(family(name, "padded", torch.float64), *some[:2])
+    padded = rounding(found(family(name, "padded", torch.float32), *some[:2]), expected)
+    assert_alike(found(family(name, "packed", torch.float32), *some[:2]), expected, 16 * FLOAT32.eps + padded)
     assert family(name, "packed", torch.float32).input_packing.fit
 
 
@@ -168,8 +168,8 @@ def precise_family(name: str, way: str) -> LogprobModel:
 @settings(max_examples=max(3, EXAMPLES // 10))
 @given(drawn())
 def test_and_to_the_last_digits_of_float64_where_the_model_computes_in_it(name, some):
-    wanted, got = (found(precise_family(name, which), *some[:2]) for which in WAYS)
-    assert_alike(got, wanted, 1e-13)
+    expected, got = (found(precise_family(name, which), *some[:2]) for which in WAYS)
+    assert_alike(got, expected, 1e-13)
 
 
 @settings(max_examples=max(5, EXAMPLES // 5))
@@ -181,10 +181,10 @@ def test_what_stands_behind_the_last_sampled_token_changes_nothing(some, name):
     tried = family(name, "packed", torch.float32)
     if mask.any():
         mended = torch.where(mask.any(-1, keepdim=True), garbage, tokens)
-        got, wanted = found(tried, mended, mask), found(tried, tokens, mask)
-        assert torch.equal(got.logp, wanted.logp)
-        assert torch.equal(got.entropy, wanted.entropy)
-        assert all(torch.equal(got.grads[n], x) for n, x in wanted.grads.items())
+        got, expected = found(tried, mended, mask), found(tried, tokens, mask)
+        assert torch.equal(got.logp, expected.logp)
+        assert torch.equal(got.entropy, expected.entropy)
+        assert all(torch.equal(got.grads[n], x) for n, x in expected.grads.items())
 
 
 @settings(max_examples=max(5, EXAMPLES // 5))
@@ -201,9 +201,12 @@ def test_a_broken_prompt_breaks_its_own_rows_alone(some, data):
     with torch.no_grad():
         scoring = logprob_model(broken, packed_input.pack_shared_prompts)
         scoring.input_packing.fit = True  # asked of a broken model, it would be found unfit
-        got, wanted = scoring(tokens, mask)[0], logprob_model(sound, packed_input.pack_shared_prompts)(tokens, mask)[0]
+        got, expected = (
+            scoring(tokens, mask)[0],
+            logprob_model(sound, packed_input.pack_shared_prompts)(tokens, mask)[0],
+        )
     assert got[mine & mask.any(-1)][mask[mine & mask.any(-1)]].isnan().all()
-    torch.testing.assert_close(got[~mine], wanted[~mine], rtol=0, atol=1e-5)
+    torch.testing.assert_close(got[~mine], expected[~mine], rtol=0, atol=1e-5)
 
 
 # -- what is read
@@ -269,7 +272,7 @@ def test_recomputed_blocks_and_adapters_make_no_difference(name, adapted):
             for n, p in model.named_parameters():
                 if n.endswith(lora.B):  # zero in the beginning: no gradient would reach A
                     p.copy_(0.03 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))))
-    wanted, plain = (
+    expected, plain = (
         found(logprob_model(deepcopy(model), way), *GROUPS[:2])
         for way in (packed_input.pad_rows, packed_input.pack_shared_prompts)
     )
@@ -278,7 +281,7 @@ def test_recomputed_blocks_and_adapters_make_no_difference(name, adapted):
     tried = logprob_model(model, packed_input.pack_shared_prompts)
     got = found(tried, *GROUPS[:2])
     assert tried.input_packing.fit
-    assert_alike(got, wanted, 2e-6)
+    assert_alike(got, expected, 2e-6)
     assert_alike(got, plain, 0.0)
 
 
@@ -409,7 +412,7 @@ def test_a_model_that_is_not_fit_is_said_to_be_so_and_shown_padded_rows(make, wh
 def test_an_attention_that_is_known_by_its_name_alone_is_refused():
     model = FAMILIES["qwen2_tied"](V)
     model.config._attn_implementation = "unknown_attention"
-    with pytest.raises(ValueError, match="got 'unknown_attention', wanted eager or one of"):
+    with pytest.raises(ValueError, match="got 'unknown_attention', expected eager or one of"):
         logprob_model(model, packed_input.pack_shared_prompts)
     logprob_model(model, packed_input.pad_rows)
 
@@ -476,10 +479,10 @@ def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, wind
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, h, 8, generator=g, dtype=torch.float64) for h in (2, heads, heads))
     how = AttentionSpec(window, scale=0.3, dropout=0.0, cap=None, backend="sdpa")
-    wanted = attention.bucketed_attention(q, k, v, layout, how, core=attention.sdpa_attention)
+    expected = attention.bucketed_attention(q, k, v, layout, how, core=attention.sdpa_attention)
     torch.testing.assert_close(
         attention.bucketed_attention(q, k, v, layout, how, core=attention.eager_attention),
-        wanted,
+        expected,
         rtol=0,
         atol=1e-12,
     )
@@ -491,7 +494,7 @@ def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, wind
         attention.has_gqa_flag.cache_clear()
         got = getattr(attention, kernel)(q, k, v, layout, how)
     attention.has_gqa_flag.cache_clear()
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
 @settings(max_examples=max(5, EXAMPLES // 5))
@@ -502,13 +505,13 @@ def test_keys_and_values_are_gathered_at_once_and_pulled_back_to_those_that_were
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
     made = partial(torch.randn, generator=g, dtype=torch.float64)
     apart, together = ([x.clone().requires_grad_() for x in found] for found in [(made(n, 2, 8), made(n, 2, 4))] * 2)
-    wanted = [attention.gather_tokens(x, layout.ragged_rows.key) for x in apart]
+    expected = [attention.gather_tokens(x, layout.ragged_rows.key) for x in apart]
     got = attention.gather_keys_and_values(*together, layout)
-    slopes = [made(x.shape) for x in wanted]
-    for a, b in zip(got, wanted, strict=True):
+    slopes = [made(x.shape) for x in expected]
+    for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
         assert a.stride(-1) == 1, "what the kernels ask for"
-    torch.autograd.backward(wanted, slopes)
+    torch.autograd.backward(expected, slopes)
     torch.autograd.backward(got, slopes)
     for a, b in zip(together, apart, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)

@@ -73,9 +73,9 @@ def check(folders: Path, tokens: Tensor, mask: Tensor, case: Case) -> None:
         return
     batch, signal = plain(tokens, mask), signals(mask)
     ((scores,), grads, fit) = alike(crew(2).run(pulled, str(folders / case.model), case, [(batch, signal)]))
-    wanted, right = on_one(folders, case, batch, signal)
+    expected, right = on_one(folders, case, batch, signal)
     assert fit
-    for got, x in zip(scores, wanted, strict=True):
+    for got, x in zip(scores, expected, strict=True):
         torch.testing.assert_close(got, x, rtol=0, atol=5e-6)
     assert_same(grads, right, 2e-6)
 
@@ -116,6 +116,6 @@ def without_layout(forward: Any, *args: Any, layout: Any = None, **kwargs: Any) 
 
 
 def test_ranks_agree_that_a_model_is_not_fit_and_go_on():
-    wanted = found(logprob_model(FAMILIES["qwen3_untied"](V), packed_input.pad_rows), *GROUPS[:2])
+    expected = found(logprob_model(FAMILIES["qwen3_untied"](V), packed_input.pad_rows), *GROUPS[:2])
     for got in crew(2).run(unfit_on_two, *GROUPS[:2]):  # both have the same rows: gradients add up to twice as much
-        assert_alike(got._replace(grads={n: x / 2 for n, x in got.grads.items()}), wanted, 2e-6)
+        assert_alike(got._replace(grads={n: x / 2 for n, x in got.grads.items()}), expected, 2e-6)

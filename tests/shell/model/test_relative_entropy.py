@@ -90,8 +90,8 @@ def test_a_policy_with_a_teacher_has_the_scores_and_gradients_of_whole_distribut
     torch.testing.assert_close(scores.entropy, relative.detach(), rtol=1e-6, atol=1e-9)
     assert (scores.entropy[batch.mask] < 0).all()
     signal = numbers(*batch.mask.shape, seed=5)
-    wanted = torch.autograd.grad((signal * relative).sum(), list(model.parameters()), allow_unused=True)
+    expected = torch.autograd.grad((signal * relative).sum(), list(model.parameters()), allow_unused=True)
     pullback(scores._replace(logp=torch.zeros_like(signal), entropy=signal))
-    for p, grad in zip(model.parameters(), wanted, strict=True):
+    for p, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, grad, rtol=1e-5, atol=1e-8)
     assert all(p.grad is None for p in other.parameters())

@@ -217,7 +217,7 @@ def main(mesh: str, *given: str) -> None:
                     os._exit(1)
                 os._exit(0)
             if os.waitpid(child, 0)[1]:
-                sys.exit(f"rank {rank}: got a process that failed, wanted its calls")
+                sys.exit(f"rank {rank}: got a process that failed, expected its calls")
         print(json.dumps({rank: json.loads(Path(scratch, f"{rank}.json").read_text()) for rank in ranks}))
 
 

@@ -107,12 +107,12 @@ def grads(policy: FSDPPolicy | FunctionalPolicy) -> dict[str, Tensor]:
     return {name: p.grad for name, p in policy.model.named_parameters()}
 
 
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     """Agreement to `tolerance` of the largest entry of all gradients together."""
-    assert got.keys() == wanted.keys()
-    scale = max(float(x.abs().max()) for x in wanted.values())
+    assert got.keys() == expected.keys()
+    scale = max(float(x.abs().max()) for x in expected.values())
     assert scale > 0
-    for name, x in wanted.items():
+    for name, x in expected.items():
         assert float((got[name] - x).abs().max()) <= tolerance * scale, name
 
 
@@ -174,7 +174,7 @@ def test_and_in_float64_at_any_temperature_size_and_token_budget(name, which, se
 
 
 @pytest.mark.parametrize("least", [1, 2, 3, 5, 6, 9])
-def test_an_update_accumulates_as_many_micro_batches_as_wanted_where_there_are_rows(least):
+def test_an_update_accumulates_as_many_micro_batches_as_expected_where_there_are_rows(least):
     batch = batch_for(sorted(MODELS)[0], 0, 6)
     policy = local(MODELS[sorted(MODELS)[0]](V), micro_tokens=10**6, min_micro_batches=least)
     parts = policy.split_rows(batch)
@@ -204,8 +204,8 @@ def test_scores_are_the_oracles_and_zero_where_nothing_was_sampled(name):
     mine, oracle = (
         p.vjp(batch)[0] for p in (local(MODELS[name](V)), FunctionalPolicy(MODELS[name](V), temperature=0.7))
     )
-    for got, wanted in zip(mine, oracle, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=5e-6)
+    for got, expected in zip(mine, oracle, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=5e-6)
         assert (got[~batch.mask] == 0).all()
         assert not got.requires_grad
     assert (mine.logp[batch.mask] < 0).all()
@@ -355,10 +355,10 @@ def test_logp_is_what_vjp_scores_and_follows_the_weights(name):
 @pytest.mark.parametrize("name", list(MODELS))
 def test_logp_asks_for_no_entropy(name, monkeypatch):
     rows, policy = rollout(*tokens_and_mask(0, 7)), local(MODELS[name](V))
-    wanted = policy.logp(rows)  # the model is asked how it takes rows, by a whole forward
+    expected = policy.logp(rows)  # the model is asked how it takes rows, by a whole forward
 
     def refuse(*args, **knobs):
-        raise AssertionError("got a pass with entropies, wanted log-probs alone")
+        raise AssertionError("got a pass with entropies, expected log-probs alone")
 
     dense_scores = logprob_model.dense_scores
 
@@ -367,7 +367,7 @@ def test_logp_asks_for_no_entropy(name, monkeypatch):
 
     monkeypatch.setattr(logprob_model, "linear_scores", refuse)
     monkeypatch.setattr(logprob_model, "dense_scores", dense)
-    assert torch.equal(policy.logp(rows), wanted)
+    assert torch.equal(policy.logp(rows), expected)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -443,7 +443,7 @@ def test_neither_padding_nor_neighbours_change_a_rows_scores(name, seed, extra, 
 def test_a_row_that_begins_with_a_sampled_token_is_refused(make):
     tokens, mask = tokens_and_mask(0, 3)
     mask[1, 0] = True
-    with pytest.raises(ValueError, match="first token is marked as sampled; wanted at least one prompt token"):
+    with pytest.raises(ValueError, match="first token is marked as sampled; expected at least one prompt token"):
         make(qwen2_tied(V)).vjp(plain(tokens, mask))
 
 

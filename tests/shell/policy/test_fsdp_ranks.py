@@ -157,7 +157,7 @@ def oracle(folders: Path, case: Case) -> FunctionalPolicy:
     return FunctionalPolicy(model, temperature=TEMPERATURE)
 
 
-class Wanted(NamedTuple):
+class Expected(NamedTuple):
     """What one process makes of a batch: gradients, their norm, and the weights after a step, and their log-probs."""
 
     grads: dict[str, Tensor]
@@ -170,7 +170,7 @@ class Wanted(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def wanted(folders: Path, model: str, adapted: bool, which: str, seed: int, rows: int) -> Wanted:
+def expected(folders: Path, model: str, adapted: bool, which: str, seed: int, rows: int) -> Expected:
     alone = oracle(folders, Case(model, "", adapted=adapted))
     batch = batch_for(model, seed, rows)
     climb(alone, [batch], PRODUCT[which], count(batch))
@@ -187,7 +187,7 @@ def wanted(folders: Path, model: str, adapted: bool, which: str, seed: int, rows
     alone.params = after
     named = {name: p.detach().clone() for name, p in alone.model.named_parameters()}
     logp = alone.vjp(plain(batch.tokens, batch.mask))[0].logp
-    return Wanted(grads, norm, largest, max(1e-6, 3 * rounding), limit, {**named, **after}, logp)
+    return Expected(grads, norm, largest, max(1e-6, 3 * rounding), limit, {**named, **after}, logp)
 
 
 # -- what ranks do
@@ -381,7 +381,7 @@ def test_every_strategy_is_among_them(folders, size, strategy, model, adapted):
 
 
 def check_step(folders: Path, size: int, case: Case, which: str, seed: int, rows: int, parts: int) -> None:
-    right = wanted(folders, case.model, case.adapted, which, seed, rows)
+    right = expected(folders, case.model, case.adapted, which, seed, rows)
     batch = batch_for(case.model, seed, rows)
     micros = shuffled_parts(batch, parts, seed) if parts > 1 else [batch]
     knobs = {"optimizer": partial(adamw, **STEP, eps=right.largest), "max_grad_norm": right.limit}
@@ -421,7 +421,7 @@ def test_gradients_of_every_loss_are_those_of_one_process_in_every_combination(f
     for which, parts in product(OBJECTIVES, [1, 3]):
         micros = shuffled_parts(batch, parts, len(asked)) if parts > 1 else [batch]
         asked.append((micros, PRODUCT[which], count(batch)))
-        right.append(wanted(folders, case.model, case.adapted, which, 1, 6))
+        right.append(expected(folders, case.model, case.adapted, which, 1, 6))
     found = alike(crew(size).run(many_gradients, str(folders / case.model), case, asked, patience=300.0))
     for got, one in zip(found, right, strict=True):
         assert_same(got, one.grads, one.tolerance)
@@ -504,8 +504,8 @@ def test_a_teacher_of_another_shape_says_the_same_on_any_number_of_ranks(folders
     batch = batch_for(case.model, 2, 7)
     work = partial(taught, offload=offload)
     before, after, trains = alike(crew(size).run(work, folders, case, "qwen2_tied", batch))
-    wanted = oracle(folders, Case("qwen2_tied", strategy)).vjp(plain(batch.tokens, batch.mask))[0].logp
-    torch.testing.assert_close(before, wanted, rtol=0, atol=5e-6)
+    expected = oracle(folders, Case("qwen2_tied", strategy)).vjp(plain(batch.tokens, batch.mask))[0].logp
+    torch.testing.assert_close(before, expected, rtol=0, atol=5e-6)
     assert torch.equal(before, after)
     assert not trains
 
@@ -535,11 +535,11 @@ def test_entropies_relative_to_a_teacher_are_those_of_one_process(folders, size,
     batch = batch_for(case.model, 2, 7)
     work = partial(related, offload=offload)
     scores, grads = alike(crew(size).run(work, folders, case, "qwen2_tied", batch))
-    right, wanted = alike(crew(1).run(partial(related, offload=False), folders, case, "qwen2_tied", batch))
+    right, expected = alike(crew(1).run(partial(related, offload=False), folders, case, "qwen2_tied", batch))
     assert (right.entropy[batch.mask] < 0).all()
     for got, x in zip(scores, right, strict=True):
         torch.testing.assert_close(got, x, rtol=0, atol=5e-6)
-    assert_same(grads, wanted, 1e-6)
+    assert_same(grads, expected, 1e-6)
 
 
 RATE = 0.3
@@ -590,8 +590,8 @@ def test_the_average_follows_what_trains_and_leaves_the_policy_alone(folders, si
         for name, x in expected.items():
             hf.named_tensors(model)[name].copy_(x)
     averaged_oracle = FunctionalPolicy(model, temperature=TEMPERATURE)
-    wanted = averaged_oracle.vjp(plain(batch.tokens, batch.mask))[0].logp
-    torch.testing.assert_close(said[2], wanted, rtol=0, atol=1e-5)
+    expected = averaged_oracle.vjp(plain(batch.tokens, batch.mask))[0].logp
+    torch.testing.assert_close(said[2], expected, rtol=0, atol=1e-5)
     assert not torch.equal(said[0], said[2])
 
 
@@ -723,7 +723,7 @@ def test_a_nan_on_one_rank_raises_on_all_when_the_scale_cannot_shrink(folders, s
     signals = [quiet(batch), spoilt(batch, 1, value), quiet(batch)]
     asked = (str(folders / "qwen2_tied"), Case("qwen2_tied", strategy), batch, signals, {})
     first, broken, last = alike_in_words(crew(size).run(attempts, *asked))
-    assert "wanted a finite one" in broken.raised
+    assert "expected a finite one" in broken.raised
     assert (first.raised, last.raised) == ("", "")
     assert (first.changed, broken.changed, last.changed) == (True, False, True)
     assert last.figures["optimizer/step"] == 2
@@ -751,7 +751,7 @@ ROUNDING = {torch.bfloat16: 16 * 2.0**-8, torch.float16: 16 * 2.0**-11}
 def test_half_precision_gradients_are_float32s_within_its_rounding(folders, size, dtype, adapted, model):
     case, batch = Case(model, "full_shard", adapted=adapted), batch_for(model, 1, 7)
     which = next(iter(PRODUCT))
-    right = wanted(folders, model, adapted, which, 1, 7).grads
+    right = expected(folders, model, adapted, which, 1, 7).grads
     knobs = {"dtype": dtype, "initial_scale": 1024.0 if dtype is torch.float16 else 1.0}
     got = alike(crew(size).run(gradients_in, str(folders / model), case, batch, PRODUCT[which], knobs))
     assert {x.dtype for x in got.values()} == {torch.float32}

@@ -272,8 +272,8 @@ def test_muon_keeps_one_moment_of_a_blocks_matrix_and_two_of_the_rest(folder):
     assert [*kept["lm_head.weight"]] == [*kept["model.norm.weight"]] == ["step", "exp_avg", "exp_avg_sq"]
     assert [*kept["model.layers.0.mlp.up_proj.weight"]] == ["momentum_buffer"]
     parts = memory_estimate.weights(memory_estimate.meta_model(config, None, "sdpa"), 1, 1)
-    wanted = sum(memory_estimate.tensor_bytes(state.values()) for state in kept.values())
-    assert memory_estimate.moment_bytes(make, parts) == wanted
+    expected = sum(memory_estimate.tensor_bytes(state.values()) for state in kept.values())
+    assert memory_estimate.moment_bytes(make, parts) == expected
 
 
 def test_what_is_frozen_has_no_moments():

@@ -29,7 +29,7 @@ def test_bfloat16_is_refused_on_cards_before_ampere_and_float16_named(monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: CARDS[card])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
     if dtype is torch.bfloat16 and CARDS[card] < (8, 0):
-        with pytest.raises(ValueError, match=rf"got bfloat16 on {card}.* wanted float16 .*scale/fp16\.gin"):
+        with pytest.raises(ValueError, match=rf"got bfloat16 on {card}.* expected float16 .*scale/fp16\.gin"):
             check_precision(dtype, torch.device("cuda:0"))
     else:
         check_precision(dtype, torch.device("cuda:0"))
@@ -42,7 +42,7 @@ def test_a_cpu_computes_in_every_precision():
 
 @pytest.mark.parametrize("execution", [torch_compile, partial(torch_compile)])
 def test_compiled_blocks_are_not_divided_by_tensor(execution):
-    with pytest.raises(ValueError, match="got tp 2 with compiled blocks, wanted eager ones"):
+    with pytest.raises(ValueError, match="got tp 2 with compiled blocks, expected eager ones"):
         Parallelism(tp=2, compile=execution, **KNOBS)
     Parallelism(tp=1, compile=execution, **KNOBS)
     Parallelism(tp=2, compile=eager, **KNOBS)
@@ -50,7 +50,7 @@ def test_compiled_blocks_are_not_divided_by_tensor(execution):
 
 def test_a_mode_that_torch_compile_has_not_is_refused_with_the_section():
     Parallelism(tp=1, compile=partial(torch_compile, mode="max-autotune"), **KNOBS)
-    with pytest.raises(ValueError, match=r"blocks\.torch_compile\.mode: got 'fastest', wanted one of 'default'"):
+    with pytest.raises(ValueError, match=r"blocks\.torch_compile\.mode: got 'fastest', expected one of 'default'"):
         Parallelism(tp=1, compile=partial(torch_compile, mode="fastest"), **KNOBS)
 
 

@@ -101,9 +101,9 @@ def test_the_first_step_in_8_bits_is_adamw_and_its_moments_are_within_half_a_cod
     made, (grads,) = adamw_8bit(model.parameters(), **given_knobs), gradients(model, seed, 1)
     step(made, list(model.parameters()), grads)
     for p, old, g in zip(model.parameters(), before, grads, strict=True):
-        wanted, m, v = written_out(old, [g], **given_knobs)
+        expected, m, v = written_out(old, [g], **given_knobs)
         rounding = 2e-7 / (1 - max(given_knobs["beta1"], given_knobs["beta2"]))  # of 1 - beta^t in float32
-        torch.testing.assert_close(p.detach().double(), wanted, rtol=2e-6, atol=2e-7 + given_knobs["lr"] * rounding)
+        torch.testing.assert_close(p.detach().double(), expected, rtol=2e-6, atol=2e-7 + given_knobs["lr"] * rounding)
         state = made.state[p]
         # Ends of the map: 64 fractions from 0.1 to 1 with a sign, 128 without; half a gap of the block's largest. At
         # the negative end a whole one, since the map has no -1.
@@ -122,10 +122,10 @@ def test_steps_in_8_bits_stay_as_near_to_adamw_as_the_moments_are():
     for each in grads:
         step(made, list(model.parameters()), each)
     for p, old, g in zip(model.parameters(), before, zip(*grads, strict=True), strict=True):
-        wanted = written_out(old, g, **KNOBS)[0]
+        expected = written_out(old, g, **KNOBS)[0]
         # Half a gap is at most 1.5 % of a moment of half the largest or more: 2.2 % of an update, each step.
-        assert (p.detach().double() - wanted).abs().amax() <= KNOBS["lr"] * 0.022 * (0 + 1 + 2 + 3)
-        assert (p.numel() < 4096) == torch.allclose(p.detach().double(), wanted, rtol=2e-6, atol=2e-7)
+        assert (p.detach().double() - expected).abs().amax() <= KNOBS["lr"] * 0.022 * (0 + 1 + 2 + 3)
+        assert (p.numel() < 4096) == torch.allclose(p.detach().double(), expected, rtol=2e-6, atol=2e-7)
 
 
 @given(knobs, st.integers(0, 99), st.integers(1, 3))
@@ -259,7 +259,7 @@ def test_a_learning_rate_is_a_plain_number_that_may_be_set(make):
 
 
 def test_an_implementation_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match=r"implementation: got '4bit', wanted one of fused, 8bit"):
+    with pytest.raises(ValueError, match=r"implementation: got '4bit', expected one of fused, 8bit"):
         optimizer.adamw(net(0).parameters(), **KNOBS, implementation="4bit")
 
 

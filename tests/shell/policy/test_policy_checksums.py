@@ -118,7 +118,7 @@ def test_an_empty_tensor_has_one_too() -> None:
 
 
 def test_complex_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"complex64.*wanted real"):
+    with pytest.raises(ValueError, match=r"complex64.*expected real"):
         digest(torch.zeros(2, dtype=torch.complex64))
 
 
@@ -229,14 +229,14 @@ def test_a_tensor_over_ranks_has_the_digest_of_the_whole(name: str) -> None:
     generator = torch.Generator().manual_seed(5)
     whole = [torch.randn(size, generator=generator) for size in SHAPES]
     whole += [torch.randn(SHAPES[0], generator=generator).bfloat16()]
-    wanted = combine_ranks([block_digests({str(i): x for i, x in enumerate(whole)})])
+    expected = combine_ranks([block_digests({str(i): x for i, x in enumerate(whole)})])
     ranks = 1
     for n in shape:
         ranks *= n
     for brought in crew(ranks).run(spread, shape, placements, whole):
-        assert combine_ranks(brought) == wanted
+        assert combine_ranks(brought) == expected
     whole[0][3, 2] += 1e-6
-    assert combine_ranks([block_digests({str(i): x for i, x in enumerate(whole)})]) != wanted
+    assert combine_ranks([block_digests({str(i): x for i, x in enumerate(whole)})]) != expected
 
 
 def unsummed(world) -> str:
@@ -289,14 +289,14 @@ def sent(rollout: Rollout, signal: Tensor, cuts: list[int]) -> list[tuple[Batch,
 @given(st.integers(0, 2**32), st.integers(0, 3), st.lists(st.integers(0, 6), max_size=3).map(sorted))
 def test_padding_and_micro_batches_change_no_checksum(seed: int, extra: int, cuts: list[int]) -> None:
     rollout, reward, adv, old = step(seed)
-    wanted = checksums.of_step(rollout, reward, adv, old, sent(rollout, old, []))
+    expected = checksums.of_step(rollout, reward, adv, old, sent(rollout, old, []))
     pad = partial(torch.nn.functional.pad, pad=(0, extra), value=3)
     mask = torch.nn.functional.pad(rollout.mask, (0, extra))
     wide = rollout._replace(tokens=pad(rollout.tokens), mask=mask, logp_sampled=pad(rollout.logp_sampled))
     garbage = torch.where(mask, pad(old), torch.nan)
     found = checksums.of_step(wide, reward, pad(adv), garbage, sent(wide, garbage, cuts))
-    assert found == wanted
-    assert set(wanted) | {"gradients", "weights", "curriculum"} == set(QUANTITIES)
+    assert found == expected
+    assert set(expected) | {"gradients", "weights", "curriculum"} == set(QUANTITIES)
 
 
 @given(st.integers(0, 2**32), st.data())
@@ -312,10 +312,10 @@ def test_whatever_changes_is_named_and_nothing_else(seed: int, data: st.DataObje
         "logp_old": [rollout, reward, adv, bumped(old, (b, t)), old],
         "signal": [rollout, reward, adv, old, bumped(old, (b, t))],
     }
-    wanted = checksums.of_step(rollout, reward, adv, old, sent(rollout, old, []))
+    expected = checksums.of_step(rollout, reward, adv, old, sent(rollout, old, []))
     name = data.draw(st.sampled_from(sorted(changed)))
     *parts, signal = changed[name]
-    assert checksums.differing_quantities(wanted, checksums.of_step(*parts, sent(rollout, signal, []))) == [name]
+    assert checksums.differing_quantities(expected, checksums.of_step(*parts, sent(rollout, signal, []))) == [name]
 
 
 def bumped(x: Tensor, place: tuple[int, ...]) -> Tensor:
@@ -380,7 +380,7 @@ def test_a_line_that_is_none_is_reported(tmp_path: Path, line: str) -> None:
     with open(tmp_path / "digests.jsonl", "a") as file:
         file.write(line + "\n")
     append_json(tmp_path / DIGESTS, {"step": 3})
-    with pytest.raises(ValueError, match=r"digests.jsonl:2: got .*, wanted a JSON object with a step"):
+    with pytest.raises(ValueError, match=r"digests.jsonl:2: got .*, expected a JSON object with a step"):
         digests_by_step(tmp_path)
 
 

@@ -174,7 +174,7 @@ class Seen(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def wanted(folders: Path, model: str, adapted: bool, which: str, seed: int, rows: int) -> tuple[Seen, float]:
+def expected(folders: Path, model: str, adapted: bool, which: str, seed: int, rows: int) -> tuple[Seen, float]:
     """A step of one process, and the norm that it cuts gradients to: half of theirs, or twice.
 
     AdamW has an epsilon as large as the largest gradient: rounding stays rounding.
@@ -200,7 +200,7 @@ def tolerance(folders: Path, model: str, adapted: bool, which: str, seed: int, r
     Each is the float64 gradient, rounded in an order of its own. How far float32 alone takes the one process is found
     here, for the very case: two ranks were at most 2.3 times as far from it, in 49 cases.
     """
-    grads = wanted(folders, model, adapted, which, seed, rows)[0].grads
+    grads = expected(folders, model, adapted, which, seed, rows)[0].grads
     batch = doubled(batch_of(folders, model, seed, rows))
     alone = oracle(folders, Case(model, adapted=adapted))
     precise = FunctionalPolicy(deepcopy(alone.model).double(), temperature=TEMPERATURE)
@@ -260,7 +260,7 @@ def test_every_family_in_every_layout_is_among_them(folders, size, replicate, mo
 
 def check_step(folders: Path, size: int, case: Case, which: str, seed: int, rows: int, parts: int) -> None:
     about = (folders, case.model, case.adapted, which, seed, rows)
-    (right, limit), batch = wanted(*about), batch_of(folders, case.model, seed, rows)
+    (right, limit), batch = expected(*about), batch_of(folders, case.model, seed, rows)
     micros = shuffled_parts(batch, parts, seed) if parts > 1 else [batch]
     asked = (str(folders / case.model), case, micros, PRODUCT[which], batch, limit, largest(right.grads))
     seen = alike(crew(size).run(one_step, *asked))
@@ -408,16 +408,16 @@ def empty(config: PretrainedConfig, adapters: lora.LoRA | None = None):
 
 REFUSED = {
     "no plan": (GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=V), 2, "have no tensor-parallel plan"),
-    "experts": (shaped(Qwen2MoeConfig, num_experts=2, moe_intermediate_size=8), 2, "wanted styles among colwise"),
+    "experts": (shaped(Qwen2MoeConfig, num_experts=2, moe_intermediate_size=8), 2, "expected styles among colwise"),
     "KV heads": (
         shaped(Qwen2Config, num_key_value_heads=1),
         2,
-        "k_proj .colwise. with 1 heads, wanted a multiple of 2",
+        "k_proj .colwise. with 1 heads, expected a multiple of 2",
     ),
     "heads": (shaped(Qwen3Config, num_attention_heads=3, num_key_value_heads=3, head_dim=8), 2, "q_proj .* 3 heads"),
     "features": (shaped(LlamaConfig, intermediate_size=25), 2, "gate_proj .colwise. with 25 features"),
     "gathered": (shaped(Phi3Config, intermediate_size=27), 4, "gate_up_proj .* with 54 features"),
-    "too many": (shaped(MistralConfig), 4, "k_proj .* with 2 heads, wanted a multiple of 4"),
+    "too many": (shaped(MistralConfig), 4, "k_proj .* with 2 heads, expected a multiple of 4"),
     "forgotten": (shaped(PhiConfig, qk_layernorm=True), 2, "k_layernorm.* beside divided layers"),
 }
 
@@ -436,7 +436,7 @@ def test_what_cannot_be_divided_is_refused(config, ranks, said):
         ("model.layers.*.self_attn.q_proj", "diagonal", "q_proj .diagonal. in the plan of Qwen3ForCausalLM"),
         ("model.layers.*.self_attn", "rowwise", "that is a Qwen3Attention"),
         ("model.layers.*.self_attn.q_proj.weight", "colwise", "that is a parameter"),
-        ("model.layers.*.input_layernorm", "replicated_with_grad_allreduce", "of shapes .*16.* wanted one head's"),
+        ("model.layers.*.input_layernorm", "replicated_with_grad_allreduce", "of shapes .*16.* expected one head's"),
         ("model.layers.*.self_attn.q_norm", None, "q_norm.weight beside divided layers"),
     ],
 )
@@ -458,7 +458,7 @@ def refusal(world: World, folder: str, case: Case) -> str:
 def test_it_is_refused_before_any_weight_is_looked_for(tmp_path):
     config = shaped(Qwen2Config, num_key_value_heads=1, architectures=["Qwen2ForCausalLM"])
     config.save_pretrained(tmp_path)
-    assert "wanted a multiple of 2" in alike(crew(2).run(refusal, str(tmp_path), Case("qwen2")))
+    assert "expected a multiple of 2" in alike(crew(2).run(refusal, str(tmp_path), Case("qwen2")))
 
 
 @pytest.mark.parametrize("model", list(MODELS))

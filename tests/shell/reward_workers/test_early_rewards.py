@@ -179,7 +179,7 @@ def test_rows_that_have_ended_are_scored_before_the_step_asks(pool: RewardPool) 
     assert step(early, [length_of_text], asked) == [[1.0] * 6]
 
 
-def test_the_end_does_not_wait_for_rows_that_are_not_wanted() -> None:
+def test_the_end_does_not_wait_for_rows_that_are_not_expected() -> None:
     with pool_of(stop_on_error=True) as pool:
         early = EarlyRewards(pool, [obeys])
         early.on_completions(*columns(rows([1], ["sleep"])))

@@ -49,10 +49,10 @@ def test_a_failure_says_why_and_the_next_call_works(fails, said) -> None:
 
 @pytest.mark.parametrize("name", list(KNOBS))
 def test_numbers_that_are_not_more_than_zero_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"environment pool {name}: got 0.*, wanted more than 0"):
+    with pytest.raises(ValueError, match=f"environment pool {name}: got 0.*, expected more than 0"):
         pool(**{name: type(KNOBS[name])(0)})
 
 
 def test_what_workers_cannot_find_by_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="wanted a function that a module defines"):
+    with pytest.raises(ValueError, match="expected a function that a module defines"):
         pool(partial(lambda *_: None))

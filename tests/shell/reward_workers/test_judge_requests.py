@@ -154,12 +154,12 @@ def test_a_judge_that_is_gone_ends_the_rows_with_what_was_waited_for_and_is_not_
 
 
 @pytest.mark.parametrize(
-    ("status", "wanted"), [(401, "a key"), (404, "a chat completions endpoint that has the model")]
+    ("status", "expected"), [(401, "a key"), (404, "a chat completions endpoint that has the model")]
 )
-def test_what_no_question_gets_past_ends_the_rows_at_once(status: int, wanted: str) -> None:
+def test_what_no_question_gets_past_ends_the_rows_at_once(status: int, expected: str) -> None:
     with (
         judge_server(lambda question, before: Reply({"error": "no"}, status)) as up,
-        pytest.raises(RewardError, match=f"got status {status}, wanted {wanted}"),
+        pytest.raises(RewardError, match=f"got status {status}, expected {expected}"),
     ):
         judged(judge_at(up, max_failures=100), TEXTS)
 
@@ -216,7 +216,7 @@ def test_a_torn_line_is_cut_off_and_a_changed_one_is_refused(tmp_path: Path) -> 
     assert path.read_bytes() == whole
     assert JudgeRecord(tmp_path, 0).find("b", 1) == answer
     path.write_text(json.dumps({"digest": "a"}) + "\n")
-    with pytest.raises(ValueError, match=r"rank_0\.jsonl: got .*wanted a recorded answer"):
+    with pytest.raises(ValueError, match=r"rank_0\.jsonl: got .*expected a recorded answer"):
         JudgeRecord(tmp_path, 0).find("a", 1)
 
 
@@ -254,9 +254,9 @@ def test_the_key_comes_from_the_environment_and_goes_to_the_server(monkeypatch: 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"model": "judge-2"}, r"got judge.Judge.model 'judge-2', wanted one that http://\S+ has: judge-1"),
+        ({"model": "judge-2"}, r"got judge.Judge.model 'judge-2', expected one that http://\S+ has: judge-1"),
         ({"endpoint": "http://127.0.0.1:1/v1"}, r"got no answer from http://127\.0\.0\.1:1/v1 within 5 s"),
-        ({"endpoint": "WRONG"}, r"got status 404 for http://\S+/v2/models, wanted the list of models"),
+        ({"endpoint": "WRONG"}, r"got status 404 for http://\S+/v2/models, expected the list of models"),
         ({"api_key_variable": "JUDGE_KEY_THAT_IS_NOT_SET"}, "got no environment variable JUDGE_KEY_THAT_IS_NOT_SET"),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_reward_that_forks_and_leaves_its_child_going_on_ends_nothing(pool, di
 
 def test_a_bool_of_numpy_is_a_reward_and_an_array_of_them_is_none():
     assert [check_reward_value(np.bool_(value)) for value in (True, False)] == [1.0, 0.0]
-    with pytest.raises(ValueError, match=r"got ndarray .*, wanted a finite number or None"):
+    with pytest.raises(ValueError, match=r"got ndarray .*, expected a finite number or None"):
         check_reward_value(np.array([True]))
 
 
@@ -123,7 +123,7 @@ def test_an_exception_in_a_reward_names_function_row_and_text_and_leaves_the_poo
 
 
 def test_a_reward_that_is_no_finite_number_is_an_error(pool):
-    with pytest.raises(RewardError, match="wanted a finite number or None"):
+    with pytest.raises(RewardError, match="expected a finite number or None"):
         pool.score(not_a_number, *asked("a"))
 
 
@@ -222,7 +222,7 @@ def test_complaints_name_each_kind_of_loss_once_and_are_bounded():
         (raises_its_text, "x" * 10**6, "ValueError: got xxx"),
         (raises_its_text, "\ud800", "ValueError: got \ud800"),
         (raises_an_unprintable_one, "", "Unprintable: <exception str() failed>"),
-        (not_a_number, "", "ValueError: reward: got float nan, wanted a finite number or None"),
+        (not_a_number, "", "ValueError: reward: got float nan, expected a finite number or None"),
     ],
     ids=["lines", "length", "surrogate", "unprintable", "NaN"],
 )
@@ -253,9 +253,9 @@ POOLS = "late: no answer within 0.3 s"
 def test_a_reward_may_have_a_deadline_of_its_own(own, value, reason):
     slow = partial(takes, seconds=0.6)
     with RewardPool(workers=1, timeout_per_completion=0.3, memory_mb=1024, stop_on_error=True) as pool:
-        for fn, wanted in ((partial(with_timeout, reward=slow, seconds=own), (value, reason)), (slow, (None, POOLS))):
+        for fn, expected in ((partial(with_timeout, reward=slow, seconds=own), (value, reason)), (slow, (None, POOLS))):
             (got,) = pool.judge(fn, *asked("a"))
-            assert (got.value, got.reason) == wanted
+            assert (got.value, got.reason) == expected
 
 
 def test_a_reward_with_a_deadline_goes_by_its_own_name(pool):
@@ -264,7 +264,7 @@ def test_a_reward_with_a_deadline_goes_by_its_own_name(pool):
 
 
 def test_a_function_without_a_name_is_refused(pool):
-    with pytest.raises(ValueError, match="wanted a function that a module defines"):
+    with pytest.raises(ValueError, match="expected a function that a module defines"):
         pool.score(lambda problem, completion: 1.0, *asked("a"))
 
 
@@ -324,12 +324,12 @@ def test_whatever_loading_a_reward_raises_is_shown_with_the_memory_limit(pool):
 
 @pytest.mark.parametrize(("knob", "value"), [("workers", 0), ("timeout_per_completion", 0.0), ("memory_mb", -1)])
 def test_a_pool_without_workers_time_or_memory_is_refused(knob, value):
-    with pytest.raises(ValueError, match=f"{knob}: got {value}, wanted more than 0"):
+    with pytest.raises(ValueError, match=f"{knob}: got {value}, expected more than 0"):
         RewardPool(**{"workers": 1, "timeout_per_completion": 1.0, "memory_mb": 64, "stop_on_error": True, knob: value})
 
 
 def test_scoring_outside_the_context_is_refused():
-    with pytest.raises(RuntimeError, match="wanted it inside"):
+    with pytest.raises(RuntimeError, match="expected it inside"):
         RewardPool(workers=1, timeout_per_completion=1.0, memory_mb=64, stop_on_error=True).score(
             length_of_text, *asked("a")
         )

@@ -615,7 +615,7 @@ def test_an_engine_that_hangs_is_waited_for_until_the_deadline(size, use):
         *others, own = ranks(size, hanging, event, use)
         assert time.monotonic() - start < LONG / 2
         assert type(own) is TimeoutError
-        late = "got no result of sampling problems 2 to 3, 2 completions each within 0.2 s, wanted one by then"
+        late = "got no result of sampling problems 2 to 3, 2 completions each within 0.2 s, expected one by then"
         assert str(own) == late
         assert "assert event.wait(LONG)" in own.__notes__[0]  # where the thread is
         assert own.__notes__[1] == "begun 0 versions ago: is the engine alive?"
@@ -636,15 +636,15 @@ def test_what_would_be_too_stale_is_refused(max_staleness):
 
 
 OTHERS = {
-    "another place": (partial(asked, 5, 2), 2, KEY, "got problems 5 to 6, 2 completions each, wanted"),
-    "another size": (partial(asked, 2, 2), 3, KEY, "got problems 2 to 3, 3 completions each, wanted"),
-    "another count": (partial(asked, 2, 3), 2, KEY, "got problems 2 to 4, 2 completions each, wanted"),
-    "another key": (partial(asked, 2, 2), 2, prng.fold_in(KEY, 1), "each, with other prompts or another key, wanted"),
+    "another place": (partial(asked, 5, 2), 2, KEY, "got problems 5 to 6, 2 completions each, expected"),
+    "another size": (partial(asked, 2, 2), 3, KEY, "got problems 2 to 3, 3 completions each, expected"),
+    "another count": (partial(asked, 2, 3), 2, KEY, "got problems 2 to 4, 2 completions each, expected"),
+    "another key": (partial(asked, 2, 2), 2, prng.fold_in(KEY, 1), "each, with other prompts or another key, expected"),
     "another prompt": (
         lambda: [problem(2, "not that"), problem(3, "one")],
         2,
         KEY,
-        "each, with other prompts or another key, wanted",
+        "each, with other prompts or another key, expected",
     ),
 }
 
@@ -660,7 +660,7 @@ def test_what_was_not_predicted_is_sampled_at_once(name):
     (complaint,) = one.complaints
     assert complaint.startswith("dropped 2 batches sampled ahead: ")
     assert said in complaint
-    assert complaint.endswith("wanted problems 2 to 3, 2 completions each")
+    assert complaint.endswith("expected problems 2 to 3, 2 completions each")
 
 
 def test_complaints_do_not_pile_up():
@@ -751,14 +751,14 @@ def test_no_thread_is_left(steps, max_staleness):
 @pytest.mark.parametrize("got", [-1, 1.0, True, None, "1"])
 def test_staleness_is_a_whole_number_from_0(got):
     checked = getattr(check_staleness, "__wrapped__", check_staleness)  # of types, in tests
-    with pytest.raises(ValueError, match=r"max_staleness: got .*, wanted 0 or a positive integer"):
+    with pytest.raises(ValueError, match=r"max_staleness: got .*, expected 0 or a positive integer"):
         checked(got, Engine())
 
 
 @given(st.integers(0, 9))
 def test_only_an_engine_that_overlaps_works_ahead(max_staleness):
     check_staleness(max_staleness, Engine())
-    with pytest.raises(ValueError, match=r"got .* with Engine, .* wanted 0") if max_staleness else nullcontext():
+    with pytest.raises(ValueError, match=r"got .* with Engine, .* expected 0") if max_staleness else nullcontext():
         check_staleness(max_staleness, Engine(overlaps=False))
     with pytest.raises(ValueError, match=r"got .* with Engine") if max_staleness else nullcontext():
         working(alone(CPU), Engine(overlaps=False), max_staleness)
@@ -766,12 +766,12 @@ def test_only_an_engine_that_overlaps_works_ahead(max_staleness):
 
 @pytest.mark.parametrize("deadline", [0.0, -1.0, float("nan"), float("inf"), 1e12])
 def test_a_deadline_is_one(deadline):
-    with pytest.raises(ValueError, match=r"deadline: got .* s, wanted more than 0"):
+    with pytest.raises(ValueError, match=r"deadline: got .* s, expected more than 0"):
         working(alone(CPU), Engine(), 1, deadline)
 
 
 def test_a_step_gives_up_before_its_ranks_do():
     world = Rank(0, 2, Meeting(2))
     working(world, Engine(), 0, world.deadline)
-    with pytest.raises(ValueError, match="wanted less than the 40 s that ranks wait for one another"):
+    with pytest.raises(ValueError, match="expected less than the 40 s that ranks wait for one another"):
         working(world, Engine(), 1, world.deadline)

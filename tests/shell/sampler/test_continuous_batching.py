@@ -65,8 +65,8 @@ def assert_as_alone(s: LocalSampler, texts: list[str], rollout: Rollout) -> None
     group_size = len(rollout.tokens) // len(texts)
     for b, tokens in enumerate(completions(rollout)):
         p, g = divmod(b, group_size)
-        wanted, logps, truncated = alone(s, texts[p], 100 + p, g)
-        assert tokens == wanted
+        expected, logps, truncated = alone(s, texts[p], 100 + p, g)
+        assert tokens == expected
         assert bool(rollout.truncated[b]) is truncated
         got = rollout.logp_sampled[b][rollout.mask[b]]
         torch.testing.assert_close(got, torch.tensor(logps), rtol=0, atol=1e-4)
@@ -123,13 +123,13 @@ def test_a_second_computation_is_the_cheapest_split_or_none(drawn: list[int]) ->
 )
 def test_looking_seldom_and_few_shapes_change_nothing(texts, group_size, max_rows, new) -> None:
     knobs = {"max_rows": max_rows, "max_new_tokens": new, "stop": ("a", "é")}
-    wanted = sampler(**knobs).sample(problems(texts), group_size, key=KEY)
+    expected = sampler(**knobs).sample(problems(texts), group_size, key=KEY)
     s = sampler(**knobs)
     run = GraphCache(lambda: lambda step: (step(), step(), step)[2])  # warms up as a real one does
     got = LocalSampler(**{**vars(s), "shared": held(s.model, run)}).sample(problems(texts), group_size, key=KEY)
-    assert completions(got) == completions(wanted)
-    assert torch.equal(got.truncated, wanted.truncated)
-    torch.testing.assert_close(got.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
+    assert completions(got) == completions(expected)
+    assert torch.equal(got.truncated, expected.truncated)
+    torch.testing.assert_close(got.logp_sampled, expected.logp_sampled, rtol=0, atol=1e-5)
 
 
 # -- captured steps
@@ -175,11 +175,11 @@ def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     s = sampler()
-    wanted = s.sample(problems(TEXTS), 2, key=KEY)
+    expected = s.sample(problems(TEXTS), 2, key=KEY)
     other = LocalSampler(**{**vars(s), "shared": held(s.model, GraphCache(lambda: never))})
     with pytest.warns(RuntimeWarning, match="not as a CUDA graph: operation not permitted when stream is capturing$"):
         got = [other.sample(problems(TEXTS), 2, key=KEY) for _ in range(2)]
-    assert all(torch.equal(one.tokens, wanted.tokens) for one in got)
+    assert all(torch.equal(one.tokens, expected.tokens) for one in got)
 
 
 # -- compiled steps
@@ -309,11 +309,11 @@ def test_every_row_is_reported_once_as_the_rollout_has_it(max_rows: int, fit: bo
     if not fit:
         s.shared.model = s.model  # as if it had been asked, and were not
     rollout = s.sample(problems(TEXTS), 3, key=KEY)
-    wanted: dict[tuple[int, Completion], int] = {}
+    expected: dict[tuple[int, Completion], int] = {}
     for b, text in enumerate(rollout.text):
         row = (100 + b // 3, Completion(text, int(rollout.mask[b].sum()), bool(rollout.truncated[b])))
-        wanted[row] = wanted.get(row, 0) + 1
-    assert reported == wanted
+        expected[row] = expected.get(row, 0) + 1
+    assert reported == expected
 
 
 def test_a_row_is_reported_before_the_last_one_is_drawn() -> None:
@@ -383,12 +383,12 @@ def test_the_cache_that_grows_and_the_slots_draw_the_same(name: str) -> None:
     s = sampler(token_sampler=CHOICES[name], max_rows=5, stop=("a", "7"))
     other = LocalSampler(**{**vars(s), "shared": SharedDecoder()})
     other.shared.model = s.model
-    got, wanted = (x.sample(problems(TEXTS), 3, key=KEY) for x in (s, other))
+    got, expected = (x.sample(problems(TEXTS), 3, key=KEY) for x in (s, other))
     assert s.shared.engine is not None
     assert other.shared.engine is None
-    assert completions(got) == completions(wanted)
-    assert torch.equal(got.truncated, wanted.truncated)
-    torch.testing.assert_close(got.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
+    assert completions(got) == completions(expected)
+    assert torch.equal(got.truncated, expected.truncated)
+    torch.testing.assert_close(got.logp_sampled, expected.logp_sampled, rtol=0, atol=1e-5)
 
 
 # -- blocks
@@ -396,7 +396,7 @@ def test_the_cache_that_grows_and_the_slots_draw_the_same(name: str) -> None:
 
 def test_blocks_that_are_compiled_for_training_decode_as_written() -> None:
     module = qwen2_tied(VOCABULARY)
-    wanted = LocalSampler(**{**vars(sampler()), "model": module, "shared": SharedDecoder()}).sample(
+    expected = LocalSampler(**{**vars(sampler()), "model": module, "shared": SharedDecoder()}).sample(
         problems(TEXTS), 2, key=KEY
     )
     for block in blocks.blocks(module):
@@ -405,7 +405,7 @@ def test_blocks_that_are_compiled_for_training_decode_as_written() -> None:
         changed.which = blocks._uncached
         block.forward = changed
     got = LocalSampler(**{**vars(sampler()), "model": module, "shared": held_as_is(module)})
-    assert torch.equal(got.sample(problems(TEXTS), 2, key=KEY).tokens, wanted.tokens)
+    assert torch.equal(got.sample(problems(TEXTS), 2, key=KEY).tokens, expected.tokens)
 
 
 def held_as_is(module: nn.Module) -> SharedDecoder:

@@ -174,5 +174,5 @@ def test_a_broken_capture_ends_the_run(cuda: FakeCuda, monkeypatch: pytest.Monke
     cuda.fails = True
     cache = GraphCache(CudaGraph)
     cache(1, counted([]), [torch.zeros(1)], times=1)
-    with pytest.raises(BrokenCapture, match=r"on torch 2\.11\.0, wanted 2\.12 or later"):
+    with pytest.raises(BrokenCapture, match=r"on torch 2\.11\.0, expected 2\.12 or later"):
         cache(1, counted([]), [torch.zeros(1)], times=1)

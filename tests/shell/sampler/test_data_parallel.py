@@ -212,19 +212,19 @@ def check(folder: Path, size: int, strategy: str, plan: Plan) -> None:
     assert moved > 1e-3  # otherwise nothing was learned, and any policy samples alike
     for found in crew(size).run(run, folder, strategy, plan, preset(plan.algo)):
         assert len(found.steps) == plan.steps
-        for got, wanted in zip(found.steps, right.steps, strict=True):
-            assert got.groups.problems == wanted.groups.problems
-            assert texts(got.groups) == texts(wanted.groups)
-            assert torch.equal(got.groups.rollout.mask, wanted.groups.rollout.mask)
-            assert got.groups.rollout.text == wanted.groups.rollout.text
-            assert torch.equal(got.groups.rollout.truncated, wanted.groups.rollout.truncated)
-            close(got.groups.reward, wanted.groups.reward)
-            close(got.adv, wanted.adv)
-            close(got.batch.logp_sampled, wanted.batch.logp_sampled)
-            if isinstance(wanted.batch.logp_ref, torch.Tensor):
-                close(got.batch.logp_ref, wanted.batch.logp_ref)
-            assert got.figures.keys() == wanted.figures.keys()
-            for name, value in wanted.figures.items():
+        for got, expected in zip(found.steps, right.steps, strict=True):
+            assert got.groups.problems == expected.groups.problems
+            assert texts(got.groups) == texts(expected.groups)
+            assert torch.equal(got.groups.rollout.mask, expected.groups.rollout.mask)
+            assert got.groups.rollout.text == expected.groups.rollout.text
+            assert torch.equal(got.groups.rollout.truncated, expected.groups.rollout.truncated)
+            close(got.groups.reward, expected.groups.reward)
+            close(got.adv, expected.adv)
+            close(got.batch.logp_sampled, expected.batch.logp_sampled)
+            if isinstance(expected.batch.logp_ref, torch.Tensor):
+                close(got.batch.logp_ref, expected.batch.logp_ref)
+            assert got.figures.keys() == expected.figures.keys()
+            for name, value in expected.figures.items():
                 if name == "system/micro_batches":  # fewer where ranks share the rows
                     continue
                 near = APART if name.startswith(ROUNDED) else 1e-6

@@ -64,8 +64,8 @@ def test_one_product_is_each_product(width, sizes, rows, bias, dtype, seed) -> N
     with torch.no_grad():
         made = joined_modules(layers)
         for step in range(2):
-            wanted = [layer(states) for layer in layers]
-            for one, other in zip([module(states) for module in made], wanted, strict=True):
+            expected = [layer(states) for layer in layers]
+            for one, other in zip([module(states) for module in made], expected, strict=True):
                 bound = ROUNDING[dtype] * max(1.0, float(other.abs().max()))
                 torch.testing.assert_close(one, other, rtol=0, atol=bound)
             if step == 0:
@@ -102,11 +102,11 @@ def test_the_same_tokens_are_drawn(make: Callable[[int], nn.Module]) -> None:
     module = make(VOCABULARY)
     module.generation_config.eos_token_id = ending("qwen2_tied").generation_config.eos_token_id
     s = LocalSampler(**{**vars(sampler(max_rows=3)), "model": module, "shared": SharedDecoder()})
-    wanted = s.sample(problems(TEXTS), 2, key=KEY)
+    expected = s.sample(problems(TEXTS), 2, key=KEY)
     got = decoded_joined(s).sample(problems(TEXTS), 2, key=KEY)
-    assert completions(got) == completions(wanted)
+    assert completions(got) == completions(expected)
     assert_as_alone(s, TEXTS, got)
-    torch.testing.assert_close(got.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got.logp_sampled, expected.logp_sampled, rtol=0, atol=1e-5)
 
 
 def decoded_joined(s: LocalSampler) -> LocalSampler:
@@ -223,7 +223,7 @@ def with_a_forward_around_them(module: nn.Module) -> None:
         (with_bias_in_one, "or a bias in some"),
         (with_a_hook, "got layers with hooks"),
         (with_two_dtypes, "got weights of several dtypes"),
-        (with_adapters, "layers of Linear (adapters), wanted torch.nn.Linear"),
+        (with_adapters, "layers of Linear (adapters), expected torch.nn.Linear"),
         (with_one_weight_twice, "got one weight twice"),
         (with_a_forward_around_them, "got a module with a forward of its own"),
     ],

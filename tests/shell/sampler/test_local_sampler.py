@@ -92,8 +92,8 @@ def test_every_row_is_the_plain_loops(name, token_sampler, texts, group_size, ma
     rollout = s.sample(asked, group_size, key=KEY)
     for b, tokens in enumerate(completions(rollout)):
         p, g = divmod(b, group_size)
-        wanted, logps, truncated = alone(s, texts[p], asked[p].uid, g)
-        assert tokens == wanted
+        expected, logps, truncated = alone(s, texts[p], asked[p].uid, g)
+        assert tokens == expected
         assert bool(rollout.truncated[b]) is truncated
         got = rollout.logp_sampled[b][rollout.mask[b]]
         torch.testing.assert_close(got, torch.tensor(logps), rtol=0, atol=1e-4)
@@ -260,10 +260,10 @@ def test_a_row_ends_with_the_first_token_that_completes_a_stop_string(words, sto
     texts = [tokenizer().decode(ids[: n + 1]) for n in range(len(ids))]
     hits = [n for n, text in enumerate(texts) if any(s in text for s in stop)]
     rollout = scripted(ids, stop=stop)
-    wanted = hits[0] + 1 if hits else len(ids)
-    assert completions(rollout) == [ids[:wanted]]
+    expected = hits[0] + 1 if hits else len(ids)
+    assert completions(rollout) == [ids[:expected]]
     assert rollout.truncated.tolist() == [not hits]
-    assert rollout.text == (texts[wanted - 1],)
+    assert rollout.text == (texts[expected - 1],)
 
 
 def test_the_stop_strings_of_the_test_lie_across_inside_and_below_tokens():
@@ -322,11 +322,11 @@ def test_two_threads_may_ask_at_once():
     """An evaluation does, while the next batch is sampled beside the training."""
     drawing, asked = sampler(max_new_tokens=20), problems(["a 7", "T", "7 7 a"])
     kinds = [drawing, replace(drawing, token_sampler=greedy)]
-    wanted = [s.sample(asked, 4, key=KEY) for s in kinds]
+    expected = [s.sample(asked, 4, key=KEY) for s in kinds]
     with ThreadPoolExecutor(2) as pool:
         for _ in range(5):
             found = list(pool.map(lambda s: s.sample(asked, 4, key=KEY), kinds))
-            for got, right in zip(found, wanted, strict=True):
+            for got, right in zip(found, expected, strict=True):
                 assert torch.equal(got.tokens, right.tokens)
                 assert torch.equal(got.logp_sampled, right.logp_sampled)
 
@@ -363,7 +363,9 @@ def test_top_k_of_one_is_greedy_and_sure():
 def test_a_prompt_without_space_for_the_answer_names_its_problem():
     s = sampler(max_new_tokens=60)
     s.sample([problem(1, "a7a7")], 1, key=KEY)
-    with pytest.raises(ValueError, match="got problem 3 with 5 prompt tokens and max_new_tokens 60, wanted at most 64"):
+    with pytest.raises(
+        ValueError, match="got problem 3 with 5 prompt tokens and max_new_tokens 60, expected at most 64"
+    ):
         s.sample([problem(2, "a"), problem(3, "a7a7a")], 1, key=KEY)
 
 
@@ -397,23 +399,23 @@ def test_no_row_is_longer_than_the_total_and_one_that_it_cuts_is_truncated(name,
 def test_a_prompt_that_leaves_nothing_of_the_total_names_its_problem():
     s = sampler(max_total_tokens=5)
     assert s.sample([problem(1, "a7a7")], 2, key=KEY).mask.sum(-1).tolist() == [1, 1]
-    wanted = "got problem 3 with 5 prompt tokens, wanted fewer than max_total_tokens 5"
-    with pytest.raises(ValueError, match=wanted):
+    expected = "got problem 3 with 5 prompt tokens, expected fewer than max_total_tokens 5"
+    with pytest.raises(ValueError, match=expected):
         s.sample([problem(2, "a"), problem(3, "a7a7a")], 1, key=KEY)
 
 
 def test_a_prompt_without_tokens_names_its_problem():
-    with pytest.raises(ValueError, match="got problem 9 whose prompt has no tokens; wanted at least one"):
+    with pytest.raises(ValueError, match="got problem 9 whose prompt has no tokens; expected at least one"):
         sampler().sample([problem(9, "")], 1, key=KEY)
 
 
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens: got 0, wanted at least 1"),
-        ({"max_rows": 0}, "max_rows: got 0, wanted at least 1"),
-        ({"stop": "END"}, "stop: got 'END', wanted a tuple"),
-        ({"stop": ("END", "")}, "wanted a tuple of strings that are not empty"),
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0, expected at least 1"),
+        ({"max_rows": 0}, "max_rows: got 0, expected at least 1"),
+        ({"stop": "END"}, "stop: got 'END', expected a tuple"),
+        ({"stop": ("END", "")}, "expected a tuple of strings that are not empty"),
     ],
 )
 def test_knobs_that_could_not_mean_anything_are_refused(knobs: dict, message: str):

@@ -56,7 +56,7 @@ def test_one_weight_left_behind_is_noticed(name, place, by):
     with torch.no_grad():
         moved = parameters[place % len(parameters)]
         moved.add_(by * torch.randn(moved.shape, generator=torch.Generator().manual_seed(place)))
-    with pytest.raises(Mismatch, match=r"engine 0 of 1: got log-probs that are .* wanted at most 0\.001"):
+    with pytest.raises(Mismatch, match=r"engine 0 of 1: got log-probs that are .* expected at most 0\.001"):
         asked(DataParallelSampler(sampler(stale), alone(CPU)), local(fresh))
 
 
@@ -102,7 +102,7 @@ def test_the_limit_follows_the_dtype():
     """A temperature a few hundredths off: far more than float32 rounds, and what 16 bits may be apart."""
     same = model()
     spread = DataParallelSampler(sampler(same, temperature=0.69), alone(CPU))
-    with pytest.raises(Mismatch, match=r"wanted at most 0\.001 \(probe\.Probe\.max_gap_float32\)"):
+    with pytest.raises(Mismatch, match=r"expected at most 0\.001 \(probe\.Probe\.max_gap_float32\)"):
         asked(spread, local(same, temperature=0.7))
     figures = PROBE(spread, local(same, temperature=0.7), key=KEY, max_positions=POSITIONS, dtype=torch.bfloat16)
     assert 1e-3 < figures["engine/probe_gap_mean"] < 0.05
@@ -121,7 +121,7 @@ def draws_of_the_first(kept: int, logits: Tensor, u: Tensor) -> tuple[Tensor, Te
 def test_tokens_that_are_never_drawn_are_noticed(name):
     same = model(name)
     cutting = replace(sampler(same), token_sampler=partial(draws_of_the_first, 20))
-    with pytest.raises(Mismatch, match=r"engine 0 of 1: got draws .* wanted at least 1e-09: it leaves tokens out"):
+    with pytest.raises(Mismatch, match=r"engine 0 of 1: got draws .* expected at least 1e-09: it leaves tokens out"):
         asked(DataParallelSampler(cutting, alone(CPU)), local(same))
     asking = {"key": KEY, "max_positions": POSITIONS, "dtype": torch.float32}
     silent = PROBE.compare_log_probs(DataParallelSampler(cutting, alone(CPU)), local(same), **asking)

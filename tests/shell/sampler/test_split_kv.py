@@ -118,9 +118,9 @@ LONG = [  # several parts; a window over several, capped; several tiles of queri
 @example(LONG[2])
 @example(LONG[3])
 def test_the_kernel_is_the_matrix_products(kernel: ModuleType, step: Step) -> None:
-    wanted, got = attended(step, None, wide=True), attended(step, kernel.split_kv_launch)
+    expected, got = attended(step, None, wide=True), attended(step, kernel.split_kv_launch)
     assert got.dtype is step.dtype
-    torch.testing.assert_close(got.float(), wanted, rtol=0, atol=BOUND[step.dtype])
+    torch.testing.assert_close(got.float(), expected, rtol=0, atol=BOUND[step.dtype])
 
 
 @pytest.mark.slow_after(1)
@@ -153,13 +153,13 @@ def test_every_familys_steps_are_those_of_whole_rows(kernel: ModuleType, name: s
 
 def test_the_same_tokens_are_drawn(kernel: ModuleType) -> None:
     s = LocalSampler(**{**vars(sampler(max_rows=5)), "model": ending("gemma2_capped"), "shared": SharedDecoder()})
-    wanted = s.sample(problems(TEXTS), 2, key=KEY)
+    expected = s.sample(problems(TEXTS), 2, key=KEY)
     made = SharedDecoder()
     code = EAGER_CODE._replace(split_kv=kernel.split_kv_launch)
     made.model, made.engine = s.model, DecodeEngine(s.model, sizes=SMALL, run=Eager(), code=code)
     got = LocalSampler(**{**vars(s), "shared": made}).sample(problems(TEXTS), 2, key=KEY)
-    assert completions(got) == completions(wanted)
-    torch.testing.assert_close(got.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
+    assert completions(got) == completions(expected)
+    torch.testing.assert_close(got.logp_sampled, expected.logp_sampled, rtol=0, atol=1e-5)
 
 
 # -- where it is not used
@@ -195,7 +195,7 @@ def test_why_it_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the device is cpu" in cuda_steps.split_kv_unsupported_reason(CPU)
     card, capability = torch.device("cuda", 0), [(7, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    assert "7.0 of the card, wanted 8.0" in cuda_steps.split_kv_unsupported_reason(card)
+    assert "7.0 of the card, expected 8.0" in cuda_steps.split_kv_unsupported_reason(card)
     capability[0] = (9, 0)
 
     def absent(name: str) -> ModuleType:
@@ -212,8 +212,8 @@ def test_why_it_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"head_dim": 512}, "got heads of 512, wanted at most 256"),
-        ({"num_attention_heads": 130, "num_key_value_heads": 2}, "got 65 query heads to a head of keys, wanted"),
+        ({"head_dim": 512}, "got heads of 512, expected at most 256"),
+        ({"num_attention_heads": 130, "num_key_value_heads": 2}, "got 65 query heads to a head of keys, expected"),
     ],
 )
 def test_what_it_does_not_cover_is_said(changed: dict[str, int], said: str) -> None:

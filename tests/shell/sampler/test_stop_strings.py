@@ -40,13 +40,13 @@ def everywhere(known: PreTrainedTokenizerBase, tokens: list[int], stop: tuple[st
 
 def check(known: PreTrainedTokenizerBase, size: int, tokens: list[int], stop: tuple[str, ...], step: int) -> None:
     stops = Stops(known, stop, size)
-    wanted, found = everywhere(known, tokens, stop), 0
+    expected, found = everywhere(known, tokens, stop), 0
     for begin in range(0, len(tokens), step):  # as many at once as are drawn between two looks
         seen = tokens[: begin + step]
         (found,) = stops.first([seen], [len(seen) - begin])
         if found:
             break
-    assert found == wanted
+    assert found == expected
 
 
 strings = st.lists(st.text(letters, min_size=1, max_size=3), min_size=1, max_size=3, unique=True).map(tuple)

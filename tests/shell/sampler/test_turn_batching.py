@@ -157,12 +157,12 @@ def test_every_limit_ends_some_row() -> None:
 @given(delays=st.lists(st.floats(0.0, 0.01), min_size=1, max_size=7), answer_steps=st.integers(0, 4))
 def test_the_order_of_answers_changes_no_bit(delays, answer_steps) -> None:
     asked = ["aT 7", "7", "T a\n"]
-    wanted, got = (
+    expected, got = (
         sampler(caller=caller, answer_steps=answer_steps).sample(problems(asked), 3, key=KEY)
         for caller in (Here(), Here(delays=delays))
     )
-    assert got.turns == wanted.turns
-    for a, b in zip(got[:4], wanted[:4], strict=True):
+    assert got.turns == expected.turns
+    for a, b in zip(got[:4], expected[:4], strict=True):
         assert torch.equal(a, b)
 
 
@@ -182,10 +182,10 @@ def test_rows_that_go_on_as_answers_come_are_not_held_up_by_a_slow_one() -> None
     rollout = s.sample(asked, 1, key=KEY)
     assert over[-1] == 100
     assert len(rollout.turns[0]) > 1
-    wanted = sampler(caller=Here(THREE_TURNS)).sample(asked, 1, key=KEY)
-    assert rollout.turns == wanted.turns
-    assert torch.equal(rollout.tokens, wanted.tokens)
-    torch.testing.assert_close(rollout.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
+    expected = sampler(caller=Here(THREE_TURNS)).sample(asked, 1, key=KEY)
+    assert rollout.turns == expected.turns
+    assert torch.equal(rollout.tokens, expected.tokens)
+    torch.testing.assert_close(rollout.logp_sampled, expected.logp_sampled, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("answer_steps", [0, 3])
@@ -196,16 +196,16 @@ def test_a_reported_row_is_the_row_of_the_rollout_with_its_turns(answer_steps) -
     )
     asked = problems(["aT 7", "7", "T a\n"])
     rollout = s.sample(asked, 3, key=KEY)
-    wanted = [(asked[b // 3], one) for b, one in enumerate(completions_of(rollout))]
-    assert max(len(one.turns) for _, one in wanted) > 1
-    assert sorted(reported, key=repr) == sorted(wanted, key=repr)
+    expected = [(asked[b // 3], one) for b, one in enumerate(completions_of(rollout))]
+    assert max(len(one.turns) for _, one in expected) > 1
+    assert sorted(reported, key=repr) == sorted(expected, key=repr)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_policys_logp_is_the_samplers(name) -> None:
     s = sampler(name)
     rollout = s.sample(problems(["aT 7\né", "7", "a a a a"]), 3, key=KEY)
-    assert not bool((rollout.mask[:, 1:] <= rollout.mask[:, :-1]).all()), "wanted observations between turns"
+    assert not bool((rollout.mask[:, 1:] <= rollout.mask[:, :-1]).all()), "expected observations between turns"
     optimizer = partial(adamw, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
     knobs = {"micro_tokens": 60, "min_micro_batches": 1, "max_grad_norm": 1.0, "logits_chunk_elements": 10**4}
     policy = local(s.model, optimizer=optimizer, temperature=0.4, **knobs)
@@ -222,13 +222,13 @@ def spread_out(world: World, asked: list[str]) -> Rollout:
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_number_of_ranks_changes_no_token(size: int) -> None:
     asked = ["aT 7", "7", "T a\n", "é", "a7"]
-    wanted = sampler().sample(problems(asked), 2, key=KEY)
+    expected = sampler().sample(problems(asked), 2, key=KEY)
     for got in crew(size).run(spread_out, asked):
-        assert got.turns == wanted.turns
-        assert got.text == wanted.text
-        assert torch.equal(got.mask, wanted.mask)
-        assert torch.equal(got.tokens[got.mask], wanted.tokens[wanted.mask])
-        torch.testing.assert_close(got.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
+        assert got.turns == expected.turns
+        assert got.text == expected.text
+        assert torch.equal(got.mask, expected.mask)
+        assert torch.equal(got.tokens[got.mask], expected.tokens[expected.mask])
+        torch.testing.assert_close(got.logp_sampled, expected.logp_sampled, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("max_turns", [1, 2, 3])
@@ -238,16 +238,16 @@ def test_the_model_reads_every_token_once(max_turns: int) -> None:
     s.sample(problems(asked[:1]), 1, key=KEY)  # the first call tries the model out
     s.model.get_input_embeddings().register_forward_hook(lambda _, given, __: read.append(given[0].flatten().tolist()))
     rollout = s.sample(problems(asked), 2, key=KEY)
-    wanted, reads = [], 0
+    expected, reads = [], 0
     for b, turns in enumerate(rollout.turns):
         start, end = int(rollout.mask[b].int().argmax()), int(rollout.mask[b].nonzero().max())
         begun = s.environments.chat.open(opening_of(asked[b // 2], b // 2))
         opening = rollout.tokens[b, start - len(begun) : start].tolist()
-        wanted += [*(opening if b % 2 == 0 else []), *rollout.tokens[b, start:end].tolist()]
+        expected += [*(opening if b % 2 == 0 else []), *rollout.tokens[b, start:end].tolist()]
         # Each turn's first token is drawn behind what was read before it, its others after one reading each.
         reads += (b % 2 == 0) + sum(turn.length for turn in turns) - 1
     assert max(map(len, rollout.turns)) == max_turns
-    assert [token for call in read for token in call] == wanted
+    assert [token for call in read for token in call] == expected
     assert len(read) == reads
 
 
@@ -275,7 +275,7 @@ def test_rows_are_read_together_where_little_is_padding(widths: list[int], most:
     for some, after in pairwise(found):
         together = [*some, after[0]]
         whole = len(together) * max(together)
-        assert whole > most or whole - sum(together) > padding, "wanted as many rows together as may be"
+        assert whole > most or whole - sum(together) > padding, "expected as many rows together as may be"
 
 
 def opening_of(prompt: str, i: int) -> tuple[Message, ...]:

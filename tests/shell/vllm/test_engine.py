@@ -45,15 +45,17 @@ def test_greedy_is_temperature_zero() -> None:
 
 
 def test_other_functions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"token_sampler: got fork_rng, wanted sampling.greedy, .* vLLM draws itself"):
+    with pytest.raises(
+        ValueError, match=r"token_sampler: got fork_rng, expected sampling.greedy, .* vLLM draws itself"
+    ):
         sampling_params(partial(torch.random.fork_rng, enabled=True), {})
-    with pytest.raises(ValueError, match=r"token_sampler: got gumbel_max, wanted sampling.greedy"):
+    with pytest.raises(ValueError, match=r"token_sampler: got gumbel_max, expected sampling.greedy"):
         sampling_params(partial(gumbel_max, temperature=1.0), {})
 
 
 @given(temperature=st.floats(0.0, 0.0099) | st.floats(2.001, 99.0))
 def test_temperatures_that_vllm_changes_or_refuses_are_refused(temperature: float) -> None:
-    with pytest.raises(ValueError, match=r"temperature: got .*, wanted one that vLLM draws at, 0.01 to 2"):
+    with pytest.raises(ValueError, match=r"temperature: got .*, expected one that vLLM draws at, 0.01 to 2"):
         sampling_params(partial(categorical, temperature=temperature), {})
 
 
@@ -88,7 +90,7 @@ def test_what_the_sampler_sets_itself_is_not_for_others(name: str, allow_biased:
 def test_function_and_extra_fields_do_not_disagree() -> None:
     draw = partial(nucleus, temperature=1.0, top_k=0, top_p=0.9)
     assert sampling_params(draw, {"min_p": 0.1, "top_p": 0.9}) == {**sampling_params(draw, {}), "min_p": 0.1}
-    with pytest.raises(ValueError, match=r"extra: got top_p = 0.5, wanted as `token_sampler` has it, top_p = 0.9"):
+    with pytest.raises(ValueError, match=r"extra: got top_p = 0.5, expected as `token_sampler` has it, top_p = 0.9"):
         sampling_params(draw, {"top_p": 0.5})
 
 

@@ -81,9 +81,9 @@ def sampled(*how: Any) -> Rollout:
     return rollout
 
 
-def same(got: Rollout, wanted: Rollout) -> None:
-    assert got.turns == wanted.turns
-    assert all(torch.equal(a, b) for a, b in zip(got[:4], wanted[:4], strict=True))
+def same(got: Rollout, expected: Rollout) -> None:
+    assert got.turns == expected.turns
+    assert all(torch.equal(a, b) for a, b in zip(got[:4], expected[:4], strict=True))
 
 
 def test_the_fake_is_what_an_engine_in_this_process_has_to_be() -> None:
@@ -177,7 +177,7 @@ def test_what_an_environment_fails_with_ends_the_call(engine: Engine) -> None:
 def test_an_engine_of_several_ranks_counts_steps() -> None:
     engine = Stepped()
     engine.ranks = 2
-    with pytest.raises(ValueError, match=r"answer_steps: got None with an engine of 2 ranks, wanted a number"):
+    with pytest.raises(ValueError, match=r"answer_steps: got None with an engine of 2 ranks, expected a number"):
         asking(engine, Here(THREE_TURNS), None)
 
 

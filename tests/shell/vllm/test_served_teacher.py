@@ -40,13 +40,13 @@ def said(before: int, token: int) -> float:
     return -1.0 - (before * 31 + token) % 97 / 7
 
 
-def wanted() -> torch.Tensor:
+def expected() -> torch.Tensor:
     found = [[0, said(3, 5), said(5, 7), 0], [0, 0, said(6, 2), said(2, 8)]]
     return torch.tensor(found)
 
 
 def test_each_sampled_token_has_the_log_prob_that_the_server_says(stub):
-    torch.testing.assert_close(served(stub).logp(ROWS), wanted())
+    torch.testing.assert_close(served(stub).logp(ROWS), expected())
     asked = [sent["prompt"] for path, sent in stub.calls if path == "/v1/completions"]
     assert sorted(asked) == [[3, 5, 7], [4, 6, 2, 8]]  # without padding
 
@@ -56,25 +56,25 @@ def test_what_one_server_leaves_is_asked_of_another(stub, fault):
     other = Stub()
     try:
         stub.faults["/v1/completions"], stub.stuck = fault, True
-        torch.testing.assert_close(served(stub, other).logp(ROWS), wanted())
+        torch.testing.assert_close(served(stub, other).logp(ROWS), expected())
     finally:
         other.kill()
 
 
 def test_a_server_that_comes_back_in_time_is_waited_for(stub):
     stub.faults["/v1/completions"] = 503  # once
-    torch.testing.assert_close(served(stub, server_timeout=20.0).logp(ROWS), wanted())
+    torch.testing.assert_close(served(stub, server_timeout=20.0).logp(ROWS), expected())
 
 
 def test_without_any_server_it_ends_with_what_was_wrong(stub):
     stub.kill()
-    with pytest.raises(RuntimeError, match=rf"got no answer for 0.3 s, wanted one: {stub.url}/v1/completions: "):
+    with pytest.raises(RuntimeError, match=rf"got no answer for 0.3 s, expected one: {stub.url}/v1/completions: "):
         served(stub).logp(ROWS)
 
 
 def test_a_log_prob_that_is_none_is_refused(stub):
     stub.unknown = 7
-    with pytest.raises(RequestRefused, match="wanted a log-prob of each but the first"):
+    with pytest.raises(RequestRefused, match="expected a log-prob of each but the first"):
         served(stub).logp(ROWS)
 
 
@@ -89,9 +89,9 @@ def test_a_server_of_the_same_tokenizer_is_accepted(stub):
 @pytest.mark.parametrize(
     ("knobs", "longest", "complaint"),
     [
-        ({}, 9, r"got 't' with VllmTeacher.max_model_len 9, wanted at least 10, or less .*max_total_tokens"),
-        ({}, None, "wanted at least no limit"),
-        ({"max_model_len": 4097}, 8, r"got 't' \(http.*\), which reads 4096 tokens, wanted .* 4097"),
+        ({}, 9, r"got 't' with VllmTeacher.max_model_len 9, expected at least 10, or less .*max_total_tokens"),
+        ({}, None, "expected at least no limit"),
+        ({"max_model_len": 4097}, 8, r"got 't' \(http.*\), which reads 4096 tokens, expected .* 4097"),
     ],
 )
 def test_a_server_that_reads_less_than_the_policy_writes_is_refused(stub, knobs, longest, complaint):
@@ -102,7 +102,7 @@ def test_a_server_that_reads_less_than_the_policy_writes_is_refused(stub, knobs,
 def test_a_smaller_vocabulary_is_refused(stub):
     stub.vocabulary = 20
     with pytest.raises(
-        ValueError, match=r"which cannot read id 20, wanted each of the policy's 21: .*out of vocabulary"
+        ValueError, match=r"which cannot read id 20, expected each of the policy's 21: .*out of vocabulary"
     ):
         check(served(stub), vocabulary=21)
 
@@ -114,14 +114,14 @@ def test_the_first_token_of_another_text_is_named(stub):
 
     stub.tokenizer = Other()
     own = deepcopy(tokenizer()).decode([11])
-    with pytest.raises(ValueError, match=r"whose tokenizer has '\?' as token 11, wanted the policy's") as caught:
+    with pytest.raises(ValueError, match=r"whose tokenizer has '\?' as token 11, expected the policy's") as caught:
         check(served(stub))
     assert repr(own) in str(caught.value)
 
 
 def test_a_temperature_is_refused(stub):
     served(stub).check_temperature(1.0)
-    with pytest.raises(ValueError, match=r"sections\.Sampling\.temperature: got 0.7 .* vLLM servers, wanted 1.0"):
+    with pytest.raises(ValueError, match=r"sections\.Sampling\.temperature: got 0.7 .* vLLM servers, expected 1.0"):
         served(stub).check_temperature(0.7)
 
 
@@ -136,7 +136,7 @@ def test_a_temperature_is_refused(stub):
     ],
 )
 def test_knobs_that_are_none_are_refused(stub, knobs):
-    with pytest.raises(ValueError, match=r"got .*, wanted"):
+    with pytest.raises(ValueError, match=r"got .*, expected"):
         VllmTeacher(
             **{
                 **{"servers": [stub.url], "max_model_len": 9, "max_requests": 4},

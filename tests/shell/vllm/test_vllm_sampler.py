@@ -181,14 +181,14 @@ def test_the_ranks_of_an_engine_report_every_row_once_as_the_rollout_has_it(text
 def test_the_local_samplers_own_completions_come_back_as_its_own_rollout(texts: list[str], group_size: int) -> None:
     """Whatever the engine, a rollout has one form: here it answers what the local sampler drew."""
     local = LocalSampler(model=MODEL, tokenizer=tokenizer(), **{**OPTIONS, "max_rows": 64})
-    wanted = local.sample(problems(texts), group_size, key=KEY)
-    rows = zip(wanted.tokens, wanted.logp_sampled, wanted.mask, wanted.truncated, strict=True)
+    expected = local.sample(problems(texts), group_size, key=KEY)
+    rows = zip(expected.tokens, expected.logp_sampled, expected.mask, expected.truncated, strict=True)
     drawn = iter([EngineCompletion(t[m].tolist(), x[m].tolist(), not bool(cut), 0) for t, x, m, cut in rows])
     engine = Engine()
     engine.generate = lambda requests, params, on_answer: [[next(drawn) for _ in r.seeds] for r in requests]
     found = sampler(engine).sample(problems(texts), group_size, key=KEY)
-    assert found.text == wanted.text
-    for got, due in zip(found[:4], wanted[:4], strict=True):
+    assert found.text == expected.text
+    for got, due in zip(found[:4], expected[:4], strict=True):
         assert torch.equal(got, due)
 
 
@@ -231,7 +231,7 @@ def test_prompts_without_tokens_or_space_are_refused_by_number() -> None:
         exact = sampler(encode=lambda tokenizer, text: [1] * len(text), max_model_len=limit)
         exact.sample(problems(["7" * (positions - 6)]), 1, key=KEY)
         with pytest.raises(
-            ValueError, match=rf"problem 100 with {positions - 5} prompt .* wanted at most {positions} positions"
+            ValueError, match=rf"problem 100 with {positions - 5} prompt .* expected at most {positions} positions"
         ):
             exact.sample(problems(["7" * (positions - 5)]), 1, key=KEY)
 
@@ -242,7 +242,7 @@ def test_prompts_without_tokens_or_space_are_refused_by_number() -> None:
         ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
         ({"max_rows": 0}, "max_rows: got 0"),
         ({"stop": "word"}, "stop: got 'word'"),
-        ({"stop": ("",)}, "wanted a tuple of strings that are not empty"),
+        ({"stop": ("",)}, "expected a tuple of strings that are not empty"),
         ({"token_sampler": partial(categorical, temperature=3.0)}, "temperature: got 3.0"),
         ({"extra": {"temperature": 0.5}}, "temperature"),
     ],
@@ -348,15 +348,15 @@ class Stepping:
     """vLLM's own engine: every step it has got one more token for each request, which wants as many as its seed."""
 
     def __init__(self) -> None:
-        self.wanted: dict[str, int] = {}
+        self.expected: dict[str, int] = {}
         self.steps = 0
 
     def add_request(self, name: str, prompt: dict[str, Any], params: SimpleNamespace) -> None:
-        self.wanted[name] = params.seed
+        self.expected[name] = params.seed
 
     def step(self) -> list[SimpleNamespace]:
         self.steps += 1
-        return [self.output(name, seed) for name, seed in self.wanted.items() if seed == self.steps]
+        return [self.output(name, seed) for name, seed in self.expected.items() if seed == self.steps]
 
     def output(self, name: str, seed: int) -> SimpleNamespace:
         tokens = [*range(seed)]
@@ -397,7 +397,7 @@ def test_a_gpu_engine_sleeps_and_is_woken_around_its_weights(on_cuda: ColocatedE
 
 def test_after_a_push_that_failed_only_what_still_sleeps_is_woken(on_cuda: ColocatedEngine) -> None:
     on_cuda.rest()
-    with pytest.raises(ValueError, match=r"push: got no .* \(\d+ missing\), wanted every weight"):
+    with pytest.raises(ValueError, match=r"push: got no .* \(\d+ missing\), expected every weight"):
         on_cuda.push_weights(iter([]), version=0)
     assert on_cuda.asleep == [TAGS[1]]
     on_cuda.llm.calls.clear()
@@ -435,9 +435,9 @@ def test_one_path_for_both_devices() -> None:
     only = {k: v for k, v in on_gpu.items() if k not in on_cpu}
     assert only == {"gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
     assert on_cpu["logprobs_mode"] == "processed_logprobs"
-    with pytest.raises(ValueError, match="got cuda:1, wanted cuda:0"):
+    with pytest.raises(ValueError, match="got cuda:1, expected cuda:0"):
         ENGINE.check(context(world=alone(torch.device("cuda:1"))))
-    with pytest.raises(ValueError, match="tensor_parallel: got 2 for 1 ranks, wanted a divisor"):
+    with pytest.raises(ValueError, match="tensor_parallel: got 2 for 1 ranks, expected a divisor"):
         replace(ENGINE, tensor_parallel=2).check(context())
 
 
@@ -454,7 +454,7 @@ def test_generators_and_threads_are_left_as_they_were() -> None:
 
 @pytest.mark.parametrize("deadline", [0.0, -1.0])
 def test_a_deadline_is_positive(deadline: float) -> None:
-    with pytest.raises(ValueError, match=r"generate_timeout: got .* wanted more than 0"):
+    with pytest.raises(ValueError, match=r"generate_timeout: got .* expected more than 0"):
         replace(ENGINE, generate_timeout=deadline).check(context())
 
 
@@ -462,7 +462,7 @@ def test_a_deadline_is_shorter_than_other_ranks_wait() -> None:
     world = World.__new__(World)  # of two ranks that were never brought together
     world.rank, world.size, world.device, world.deadline = 0, 2, CPU, 600.0
     replace(ENGINE, generate_timeout=599.0).check(context(world=world))
-    with pytest.raises(ValueError, match=r"generate_timeout: got 600 s .* wanted less than the 600 s"):
+    with pytest.raises(ValueError, match=r"generate_timeout: got 600 s .* expected less than the 600 s"):
         replace(ENGINE, generate_timeout=600.0).check(context(world=world))
 
 

@@ -219,7 +219,7 @@ def test_an_answer_is_reported_once_and_when_it_comes(two, fault):
     assert on_answer == {(i, j): answer for i, row in enumerate(answers) for j, answer in enumerate(row)}
 
 
-def test_where_an_answer_is_not_wanted_the_others_are_called_off(two):
+def test_where_an_answer_is_not_expected_the_others_are_called_off(two):
     _, _, servers = two
     servers.push_weights(weights(0), version=0)
 
@@ -480,7 +480,7 @@ def test_knobs_that_make_no_sense_are_refused(folder, knobs, why):
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", "http://"])
 def test_an_address_that_is_none_is_refused(folder, url):
-    with pytest.raises(ValueError, match="wanted an address"):
+    with pytest.raises(ValueError, match="expected an address"):
         engine([type("Stub", (), {"url": url})], folder)
 
 

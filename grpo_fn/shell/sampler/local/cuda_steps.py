@@ -224,7 +224,7 @@ class CudaGraph:
             if Version(torch.__version__).release < RECOVERS.release:
                 raise BrokenCapture(
                     f"got a CUDA graph that could not be captured ({str(error).splitlines()[0]}) on torch "
-                    f"{torch.__version__}, wanted {RECOVERS} or later, which goes on without; or another sampler"
+                    f"{torch.__version__}, expected {RECOVERS} or later, which goes on without; or another sampler"
                 ) from error
             raise
         return graph.replay
@@ -296,7 +296,7 @@ def split_kv_unsupported_reason(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"it is for CUDA, and the device is {device.type}"
     if (capability := torch.cuda.get_device_capability(device)) < ARCHITECTURE:
-        return "compute capability {}.{} of the card, wanted {}.{}".format(*capability, *ARCHITECTURE)
+        return "compute capability {}.{} of the card, expected {}.{}".format(*capability, *ARCHITECTURE)
     return kernel_import_problem()
 
 
@@ -317,11 +317,11 @@ def split_kv_uncovered_reason(model: nn.Module) -> str | None:
     grouped = heads // (getattr(config, "num_key_value_heads", None) or heads)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if weight.dtype not in DTYPES:
-        return f"got {weight.dtype}, wanted one of {', '.join(map(str, DTYPES))}"
+        return f"got {weight.dtype}, expected one of {', '.join(map(str, DTYPES))}"
     if size > LARGEST:
-        return f"got heads of {size}, wanted at most {LARGEST}"
+        return f"got heads of {size}, expected at most {LARGEST}"
     if grouped > MOST_GROUPED:
-        return f"got {grouped} query heads to a head of keys, wanted at most {MOST_GROUPED}"
+        return f"got {grouped} query heads to a head of keys, expected at most {MOST_GROUPED}"
     return None
 
 

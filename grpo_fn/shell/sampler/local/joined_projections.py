@@ -92,7 +92,7 @@ def projections(model: nn.Module) -> Iterator[tuple[Projections, str | None]]:
             for names in JOINED:
                 group = Projections(holder, names)
                 if group.layers:
-                    replaced = "got a module with a forward of its own around them, wanted its class's"
+                    replaced = "got a module with a forward of its own around them, expected its class's"
                     yield group, replaced if id(holder) in own else unjoinable_reason(group)
 
 
@@ -104,16 +104,16 @@ def unjoinable_reason(group: Projections) -> str | None:
         return f"got a {type(group.holder).__name__} without {', '.join(missing)}"
     if odd := {type(layer).__name__ for layer in layers if type(layer) is not nn.Linear}:
         with_adapters = " (adapters)" if any(hasattr(layer, "lora_A") for layer in layers) else ""
-        return f"got layers of {', '.join(sorted(odd))}{with_adapters}, wanted torch.nn.Linear"
+        return f"got layers of {', '.join(sorted(odd))}{with_adapters}, expected torch.nn.Linear"
     if any("forward" in vars(x) or x._forward_hooks or x._forward_pre_hooks for x in layers):
-        return "got layers with hooks or a forward of their own, wanted plain ones"
+        return "got layers with hooks or a forward of their own, expected plain ones"
     weights = [layer.weight for layer in layers]
     if any(type(w.data) not in (Tensor, FakeTensor) for w in weights):
-        return "got weights in parts of a mesh, wanted whole ones"
+        return "got weights in parts of a mesh, expected whole ones"
     if len({id(w) for w in weights}) < len(weights):
-        return "got one weight twice, wanted one for each"
+        return "got one weight twice, expected one for each"
     if len({(w.dtype, w.device, w.shape[1], layer.bias is None) for w, layer in zip(weights, layers, strict=True)}) > 1:
-        return "got weights of several dtypes, devices or widths, or a bias in some, wanted the same in all"
+        return "got weights of several dtypes, devices or widths, or a bias in some, expected the same in all"
     return None
 
 

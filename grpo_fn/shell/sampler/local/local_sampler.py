@@ -177,13 +177,13 @@ class LocalSampler(SamplerOptions):
         context = smallest_limit(self.max_total_tokens, positions(self.model.config))
         if context is None:
             raise ValueError(
-                "episodes: got a model without a limit on positions, wanted sections.Sampling.max_total_tokens"
+                "episodes: got a model without a limit on positions, expected sections.Sampling.max_total_tokens"
             )
         with self.shared.alone:
             engine = self.shared.decoder(self.model, device)
             if engine is None:
                 raise ValueError(
-                    f"episodes: got {type(self.model).__name__}, which is decoded with a cache that grows, wanted a "
+                    f"episodes: got {type(self.model).__name__}, which is decoded with a cache that grows, expected a "
                     "model that is decoded in slots (a warning says why this one is not)"
                 )
             rows = self.begin_episodes(problems, group_size, key, context)
