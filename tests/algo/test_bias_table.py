@@ -30,6 +30,10 @@ KINDS = (
 WITHOUT_A_LINE = {
     "outcome": "what every advantage of the tables goes through",
     "token_baseline": "what `optimal_token_baseline` goes through",
+    "turn_returns": "of turns, which the rows of the tables do not have",
+    "group_in_group": "of turns, which the rows of the tables do not have",
+    "rejected_row": "of rows whose sampler differs from the policy, which those of the tables do not",
+    "outlier_row": "of rows whose sampler differs from the policy, which those of the tables do not",
 }
 EXACT = {  # estimators whose mean is the gradient of the objective
     "leave_one_out": (estimators.Estimator(), estimators.minus_reward),
@@ -125,7 +129,7 @@ def test_the_page_shows_what_the_tool_measures():
 def test_a_preset_by_the_ratio_of_a_row_has_a_line_with_its_clip_and_its_length_weight(preset):
     said = (PROJECT / "gin" / "algo" / f"{preset}.gin").read_text(encoding="utf-8")
     low, high = (re.search(rf"^    {knob} = (\S+)$", said, re.MULTILINE)[1] for knob in ("clip_low", "clip_high"))
-    weight = "`{}`".format(*re.search(r"loss_aggregation = @aggregation[.](\w+)", said).groups())
+    weight = "`{}`".format(*re.search(r"loss_aggregation = @objective[.](\w+)", said).groups())
     if of := re.search(r"^objective[.]\w+[.]max_length = (\d+)$", said, re.MULTILINE):
         weight += f" {of[1]}"
     assert f"{preset.upper()}: `sequence_ratio` {low}, {high}, {weight}" in bias.token_losses()

@@ -14,7 +14,7 @@ import torch
 from crew import CPU, crew
 from hypothesis import given, settings
 from policies import local
-from pool_rewards import Unloadable, calls_so_far, length_of_text, obeys, raises, scaled, unscorable
+from pool_rewards import Unloadable, calls_so_far, length_of_text, obeys, raises, scaled, takes, unscorable
 from test_probe import KEY, model, sampler
 from test_probe import asked as probed
 
@@ -23,6 +23,7 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.reward_workers.early_rewards import EarlyRewards
 from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool, ScoringInterrupted
+from grpo_fn.shell.reward_workers.worker_pool import pickled_function
 from grpo_fn.shell.sampler.interface import DataParallelSampler, rank_share
 from grpo_fn.shell.world import World, alone
 
@@ -179,6 +180,17 @@ def test_rows_that_have_ended_are_scored_before_the_step_asks(pool: RewardPool) 
     assert step(early, [length_of_text], asked) == [[1.0] * 6]
 
 
+def test_a_reward_that_takes_no_time_is_left_to_the_step_once_that_is_known(pool: RewardPool) -> None:
+    slow = partial(takes, seconds=0.005)
+    fns = {"length": length_of_text, "slow": slow}
+    early = EarlyRewards(pool, [*fns.values()])
+    for uid, begun_early in ((1, ["length", "slow"]), (2, ["slow"])):
+        ended = rows([uid], ["x", "xx"])
+        early.on_completions(*columns(ended))
+        assert [name for name, fn in fns.items() if early._begun[pickled_function(fn)]] == begun_early
+        assert step(early, [length_of_text, slow], ended) == [[1.0, 2.0], [1.0, 1.0]]
+
+
 def test_the_end_does_not_wait_for_rows_that_are_not_expected() -> None:
     with pool_of(stop_on_error=True) as pool:
         early = EarlyRewards(pool, [obeys])
@@ -208,16 +220,13 @@ def test_rows_of_the_probe_are_not_reported() -> None:
 
 
 def shared(world: World, prompts: int, group: int) -> tuple[list[Any], int]:
-    """Two steps, each rank reporting the problems that it samples: what it found, and how many rows it had begun."""
-    own, known = rank_share(prompts, world.rank, world.size), 0
+    """A step, each rank reporting the problems that it samples: its rewards, and how many rows were begun."""
+    own = rank_share(prompts, world.rank, world.size)
     with pool_of(stop_on_error=True, workers=1) as pool:
-        early = EarlyRewards(pool, [length_of_text])
-        for i in range(2):
-            asked = rows(range(i * prompts, (i + 1) * prompts), ["x" * g for g in range(group)])
-            early.on_completions(*columns(asked[own.start * group : own.stop * group]))
-            known += sum(map(len, early._begun.values()))
-            found = step(early, [length_of_text], asked, world)
-    return found, known
+        early, sampled = EarlyRewards(pool, [length_of_text]), rows(range(prompts), ["x" * g for g in range(group)])
+        early.on_completions(*columns(sampled[own.start * group : own.stop * group]))
+        begun_rows = sum(map(len, early._begun.values()))
+        return step(early, [length_of_text], sampled, world), begun_rows
 
 
 @pytest.mark.xdist_group("spread")
@@ -226,7 +235,7 @@ def shared(world: World, prompts: int, group: int) -> tuple[list[Any], int]:
 def test_ranks_begin_their_own_rows(half: int, group: int) -> None:
     found = crew(2).run(shared, 2 * half, group)
     right = [[float(g) for _ in range(2 * half) for g in range(group)]]
-    assert found == [(right, 2 * half * group)] * 2
+    assert found == [(right, half * group)] * 2
 
 
 @pytest.mark.xdist_group("spread")
