@@ -366,7 +366,7 @@ def test_python_is_read_and_never_run(tmp_path: Path) -> None:
 # -- the pages
 
 PAGES = sorted((TESTS.parent / "docs" / "migrating").glob("from_*.md"))
-PACKAGES = [f"grpo_fn.{name}" for name in ("algo", "rewards", "tasks", "trainer", "analysis", "core", "shell.logging")]
+PACKAGES = [f"grpo_fn.{name}" for name in ("algo", "rewards", "tasks", "trainer", "core", "shell.logging")]
 PACKAGES += [
     f"grpo_fn.shell.{name}" for name in ("model", "policy", "vllm", "sampler", "sampler.local", "reward_workers")
 ]
