@@ -40,7 +40,7 @@ class RewardError(RuntimeError):
 
 
 class ScoringInterrupted(RuntimeError):
-    """Rows were given up, as nobody needs them any more."""
+    """Rows were given up, as they are of no use any more."""
 
 
 class Loss(NamedTuple):

@@ -51,7 +51,7 @@ class WorkerLost(Exception):
 
 
 class CallCancelled(Exception):
-    """Nobody needs the answer any more; the worker is still at the call."""
+    """The answer is of no use any more; the worker is still at the call."""
 
 
 class WorkerProcess:
