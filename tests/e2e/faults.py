@@ -81,11 +81,11 @@ def generating(calls: int, harm: Harm) -> None:
     """The harm comes after some tokens of the n-th decoding."""
     from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 
-    def decode(real: Callable, sampler: LocalSampler, *args: Any) -> Any:
+    def options(real: Callable, sampler: LocalSampler, *args: Any) -> Any:
         object.__setattr__(sampler, "token_sampler", Interrupted(sampler.token_sampler, 3, harm))
         return real(sampler, *args)
 
-    after(calls, LocalSampler, "_decode", decode)
+    after(calls, LocalSampler, "_options", options)
 
 
 class Interrupted:
