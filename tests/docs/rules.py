@@ -25,7 +25,6 @@ TOOLS = {
 PARSED = {
     "tools/bench": "measures for minutes, some of it in programs of its own; tests/tools/test_bench.py runs it",
     "tools/device_check": "wants a GPU; a test of its own runs its small form",
-    "tools/import_config/compare_trl.py": "wants TRL's environment; tests/tools/test_compare_trl.py runs it",
     "tools/resume_check.py": "starts runs of its own; tests/tools/test_resume_check.py runs it",
 }
 BROWSER = ("tests/browser/screenshot.py", "tests/browser/tensorboard_page.py")

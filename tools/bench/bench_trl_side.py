@@ -23,20 +23,15 @@ def main(work: Path, out: Path) -> int:
     from transformers import AutoTokenizer
 
     shared = json.loads(work.read_text())
-    tokenizer = AutoTokenizer.from_pretrained(shared["model"], padding_side="left")
     clock = step_clock(transformers.TrainerCallback)
     trainer = trl.GRPOTrainer(
         model=shared["model"],
         args=trl.GRPOConfig(**settings(shared, out.parent / "trl", on_card=torch.cuda.is_available())),
-        reward_funcs=bench_reward.trl_episodes if shared["max_turns"] else bench_reward.trl,
+        reward_funcs=bench_reward.trl,
         train_dataset=datasets.load_dataset(
-            "json",
-            data_files=shared["chats_file"] or shared["prompts_file"],
-            split="train",
-            cache_dir=str(out.parent / "datasets"),
+            "json", data_files=shared["prompts_file"], split="train", cache_dir=str(out.parent / "datasets")
         ),
-        processing_class=with_tools(tokenizer) if shared["max_turns"] else tokenizer,
-        tools=[bench_reward.calculator] if shared["max_turns"] else None,
+        processing_class=AutoTokenizer.from_pretrained(shared["model"], padding_side="left"),
         callbacks=[clock],
     )
     trainer.train()
@@ -44,41 +39,6 @@ def main(work: Path, out: Path) -> int:
     rows = shared["prompts"] * shared["group_size"]
     out.write_text(json.dumps({"steps": record(clock.ends, trainer.state.log_history, rows), "versions": used}))
     return 0
-
-
-CALL = {"name": "calculator", "arguments": {"expression": "{content}"}}
-RESPONSE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor_pattern": r"(?s).+",  # nothing of a turn is in the prompt
-    "fields": {
-        "tool_calls": {
-            "open": "<calculator>",
-            "close": "</calculator>",
-            "repeats": True,
-            "content": "text",
-            "transform": {"type": "function", "function": CALL},
-        },
-        "content": {"content": "text"},
-    },
-}
-CHAT = (
-    "{%- for message in messages -%}"
-    "{%- if message.role == 'tool' -%}{{ '\\n' + message.content + '\\n' }}"
-    "{%- elif message.role == 'assistant' -%}{{ message.content }}"
-    "{%- for call in message.tool_calls or [] -%}{{ '<' + call.function.name + '>' }}"
-    "{%- for name, value in call.function.arguments.items() -%}"
-    "{{ ('' if name == 'expression' else name + '=') + value }}"
-    "{%- endfor -%}{{ '</' + call.function.name + '>' }}{%- endfor -%}{{ eos_token }}"
-    "{%- elif message.role == 'system' -%}{{ message.content + '\\n' }}"
-    "{%- else -%}{{ message.content }}{%- endif -%}"
-    "{%- endfor -%}"
-)
-
-
-def with_tools(tokenizer: Any) -> Any:
-    """The tokenizer with templates that write turns as `chat_format.text` and read calls as `chat_format.tags` does."""
-    tokenizer.chat_template, tokenizer.response_template = CHAT, RESPONSE
-    return tokenizer
 
 
 def settings(shared: dict[str, Any], folder: Path, *, on_card: bool) -> dict[str, Any]:
@@ -93,7 +53,6 @@ def settings(shared: dict[str, Any], folder: Path, *, on_card: bool) -> dict[str
         "gradient_accumulation_steps": rows // micro,
         "num_generations": shared["group_size"],
         "max_completion_length": shared["new_tokens"],
-        "max_tool_calling_iterations": shared["max_turns"] and shared["max_turns"] - 1,  # a turn follows the last one
         "learning_rate": shared["lr"],
         "lr_scheduler_type": "constant",
         "adam_beta2": shared["beta2"],
@@ -138,7 +97,7 @@ def step_clock(base: type) -> Any:
 
 
 def record(ends: list[float], logged: list[dict[str, Any]], rows: int) -> list[dict[str, float]]:
-    """Each step's seconds, from the end of the one before; its rows, their mean length and calls of tools.
+    """Each step's seconds, from the end of the one before; its rows and their mean length.
 
     Raises ValueError when what TRL logged lacks the length of every step's completions.
     """
@@ -146,12 +105,7 @@ def record(ends: list[float], logged: list[dict[str, Any]], rows: int) -> list[d
     if len(steps) != len(ends) - 1:
         raise ValueError(f"got lengths of {len(steps)} steps, expected those of {len(ends) - 1}")
     return [
-        {
-            "seconds": after - before,
-            "rows": rows,
-            "length": line["completions/mean_length"],
-            "calls": line.get("tools/call_frequency", 0.0),
-        }
+        {"seconds": after - before, "rows": rows, "length": line["completions/mean_length"]}
         for (before, after), line in zip(pairwise(ends), steps, strict=True)
     ]
 
