@@ -15,12 +15,10 @@ from grpo_fn.shell.sampler.interface import EngineRefused as EngineRefused  # fo
 from grpo_fn.shell.world import Elsewhere, LostRank, join_world, leave_lost
 from grpo_fn.trainer import sections
 from grpo_fn.trainer.build import RunRequest, build
-from grpo_fn.trainer.checks.dry_run import dry_run_lines
-from grpo_fn.trainer.checks.try_out import try_environment
-from grpo_fn.trainer.checks.validate import check_this_machine, validate
 from grpo_fn.trainer.loop import run_training
-from grpo_fn.trainer.plan import ValidatedPlan, report_start
+from grpo_fn.trainer.plan import ValidatedPlan, dry_run_lines, report_start
 from grpo_fn.trainer.state import check_steps, has_progress
+from grpo_fn.trainer.validate import check_this_machine, try_environment, validate
 
 # What may be another when a run goes on: over which devices the model is spread, what is recorded, what is complained
 # of, and how many steps there are; not what is computed in a step.

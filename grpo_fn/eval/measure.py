@@ -29,11 +29,10 @@ from grpo_fn.shell.sampler.interface import EngineSampler, FixedWeights, Sampler
 from grpo_fn.shell.world import alone, find_device
 from grpo_fn.tasks.task import held_out_only, sample_tests
 from grpo_fn.trainer.build import sampler_options
-from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
-from grpo_fn.trainer.checks.try_out import try_task
 from grpo_fn.trainer.evaluation import GradedAnswer, problems_by_meta, summarise, tally, wilson
 from grpo_fn.trainer.model_source import check_fits, load_located_model, locate
 from grpo_fn.trainer.prepare import EVALUATION, prepare_data
+from grpo_fn.trainer.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.sections import (
     Compute,
     Data,
@@ -44,6 +43,7 @@ from grpo_fn.trainer.sections import (
     check_episodes,
     open_environments,
 )
+from grpo_fn.trainer.validate import try_task
 
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
 BYTES_A_TOKEN = 16  # of samples.jsonl, generously: four of English, six a character of other scripts

@@ -30,9 +30,9 @@ from grpo_fn.lab.html_page import bars, colored_tokens, html_page, html_section,
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.functional import FunctionalPolicy
-from grpo_fn.trainer.checks.validate import check_parts
 from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, locate
 from grpo_fn.trainer.prepare import SAMPLING
+from grpo_fn.trainer.validate import check_parts
 
 MICRO_TOKENS = 4096  # padded tokens in one forward pass: the logits are dense here
 SHOWN = 6  # rollouts on the page, those that the presets disagree on most

@@ -27,7 +27,7 @@ from grpo_fn.shell.episodes.chat_format import MakeChatFormat, ReadCalls
 from grpo_fn.shell.episodes.episode_rows import EnvironmentCaller, OnFailure
 from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
 from grpo_fn.tasks.task import Task, sample_tests
-from grpo_fn.trainer.checks.requirements import check_sandboxes
+from grpo_fn.trainer.requirements import check_sandboxes
 from grpo_fn.trainer.sections import Data, Episodes, Rewards
 
 ROWS = 4  # problems of one pull

@@ -46,13 +46,13 @@ from grpo_fn.shell.model.hf import local_part
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.world import Elsewhere, LostRank, World, join_world, leave_lost
 from grpo_fn.trainer.build import RunRequest, TrainingRun, build, check_restored, first_carry, follow_groups
-from grpo_fn.trainer.checks.validate import check_this_machine, validate
 from grpo_fn.trainer.loop import take_step, training_problem
 from grpo_fn.trainer.model_source import verified_checkpoint
 from grpo_fn.trainer.plan import ValidatedPlan, no_report
 from grpo_fn.trainer.recording import chosen_kernels, recorded_kernels, step_checksums
 from grpo_fn.trainer.sections import Settings
 from grpo_fn.trainer.state import unpack_carried
+from grpo_fn.trainer.validate import check_this_machine, validate
 
 # -- the records of a run, and the state before a step
 

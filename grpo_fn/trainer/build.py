@@ -1,5 +1,6 @@
 """Build a run from its validated settings: model, policy, sampler and reward workers, in one context."""
 
+import asyncio
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
 from grpo_fn.shell.reward_workers.early_rewards import EarlyRewards, parts_of
+from grpo_fn.shell.reward_workers.judge_client import JudgeRecord, check_endpoint
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.interface import (
@@ -46,8 +48,15 @@ from grpo_fn.shell.sampler.interface import (
 )
 from grpo_fn.shell.world import World
 from grpo_fn.tasks.task import Task, train_problems
-from grpo_fn.trainer.checks.try_out import check_judges_answer, with_record
-from grpo_fn.trainer.plan import StartReport, ValidatedPlan, plan_lines, rank_line, sampler_line, settle_blocks
+from grpo_fn.trainer.plan import (
+    StartReport,
+    ValidatedPlan,
+    device_notes,
+    rank_line,
+    run_lines,
+    sampler_line,
+    settle_blocks,
+)
 from grpo_fn.trainer.prepare import (
     ADAPTERS,
     CHOOSING,
@@ -62,8 +71,10 @@ from grpo_fn.trainer.prepare import (
 from grpo_fn.trainer.sections import Data, Sampling, Settings, open_environments
 from grpo_fn.trainer.state import check_steps, has_progress
 from grpo_fn.trainer.teachers import PreparedTeachers, prepare_teachers, teacher_of_run
+from grpo_fn.trainer.validate import judges_of_run
 
 SampleGroups = Callable[[Explore, Carry, int], GroupBatch]
+JUDGE_FOLDER = "judge"  # in the run folder
 
 
 @dataclass(frozen=True)
@@ -188,16 +199,38 @@ def build(
             evaluator=s.evaluation.async_sampler and partial(start_evaluator, s, spec, tokenizer, world, environments),
             pool=pool,
             environments=environments,
-            plan=plan_lines(
-                checked.plan, [*task.notes, *teachers_prepared.notes, *block_notes], task.size, world, checked.dtype
-            ),
+            plan=[
+                *run_lines(s, checked, task.size),
+                *(*task.notes, *teachers_prepared.notes, *block_notes),
+                *device_notes(world, checked.dtype),
+            ],
             ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
             started=started,
         )
 
 
+def with_record(settings: Settings, run_dir: Path, rank: int) -> Settings:
+    """The settings, with pools whose judges have one record: that of the run."""
+    record = JudgeRecord(run_dir / JUDGE_FOLDER, rank)
+
+    def recorded_pool() -> RewardPool:
+        pool = settings.rewards.pool()
+        pool.judge_record = record
+        return pool
+
+    return replace(settings, rewards=replace(settings.rewards, pool=recorded_pool))
+
+
+def check_judges_answer(settings: Settings, run_dir: Path, *, main: bool) -> None:
+    """Look whether every judge is there and has its model, first of all; a run that has begun sends no request."""
+    if main and not (run_dir / JUDGE_FOLDER).is_dir():
+        for judge in judges_of_run(settings):
+            asyncio.run(check_endpoint(judge))
+
+
 def trained_policy(settings: Settings, checked: ValidatedPlan, loaded: LoadedModel, world: World) -> FSDPPolicy:
     """The policy that learns, with its optimizer."""
+    how = settings.policy
     return FSDPPolicy(
         loaded.logprob_model,
         world=world,
@@ -205,7 +238,13 @@ def trained_policy(settings: Settings, checked: ValidatedPlan, loaded: LoadedMod
         reference_model=loaded.reference_model if checked.reference else None,
         dropout_modules=loaded.dropout_modules,
         seed=settings.seed,
-        **vars(settings.policy),
+        micro_tokens=how.micro_tokens,
+        min_micro_batches=how.min_micro_batches,
+        optimizer=how.optimizer,
+        schedule=how.schedule,
+        loss_scale=how.loss_scale,
+        initial_scale=how.initial_scale,
+        max_grad_norm=how.max_grad_norm,
     )
 
 
@@ -310,7 +349,7 @@ def open_and_prepare(
         fingerprint=request.config.fingerprint,
         hparams=request.config.hparams,
         force=request.force or not has_progress(request.run_dir),  # a start that failed has left nothing to lose
-        need_bytes=checked.plan.need_bytes(),
+        need_bytes=checked.need_bytes(),
     )
     world.agree(partial(check_steps, request.run_dir, s.steps), what="looking at the checkpoints")
     looking = f"looking at the prompts of {draws} draws and {len(task.test)} held-out problems"

@@ -17,8 +17,8 @@ from grpo_fn.algo.step import Algorithm
 from grpo_fn.config import load_config, parse_gin
 from grpo_fn.config.parse import GIN_FOLDER
 from grpo_fn.config.resolve import Bindings, Node, canonical_text, fill_macros, resolve
-from grpo_fn.trainer.checks.validate import check_algorithm
 from grpo_fn.trainer.sections import Settings
+from grpo_fn.trainer.validate import check_algorithm
 
 PROJECT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (PROJECT / "gin" / "algo").glob("*.gin"))

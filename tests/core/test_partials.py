@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.core.partials import function_and_knobs, unwrap_reward, uses_of
+from grpo_fn.core.partials import check_divides, check_positive, function_and_knobs, unwrap_reward, uses_of
 
 
 def plain(x, *, by):
@@ -51,3 +51,25 @@ def test_a_wrapper_is_looked_through_and_what_shapes_is_not(bare):
     assert unwrap_reward(partial(around, reward=partial(around, reward=bare, seconds=1.0), seconds=2.0)) is plain
     assert unwrap_reward(partial(outer, inner=bare)) is outer
     assert unwrap_reward(partial(outer, reward=bare, inner=bare)) is outer
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_minibatches_divide_the_prompts_or_the_nearest_numbers_that_do_are_named(prompts, minibatches):
+    if prompts % minibatches == 0:
+        return check_divides(prompts, minibatches)
+    with pytest.raises(ValueError, match=f"prompts {prompts} do not split into {minibatches} minibatches") as caught:
+        check_divides(prompts, minibatches)
+    offered, closest = str(caught.value).split("expected prompts ")[1].split(", or minibatches ")
+    fits = [n for n in range(1, 200) if n % minibatches == 0]
+    nearest = [*[n for n in fits if n < prompts][-1:], *[n for n in fits if n > prompts][:1]]
+    assert [int(n) for n in offered.split(" or ")] == nearest
+    divisors = [m for m in range(1, prompts + 1) if prompts % m == 0]
+    assert int(closest) in divisors
+    assert abs(int(closest) - minibatches) == min(abs(m - minibatches) for m in divisors)
+    return None
+
+
+def test_a_number_below_one_is_named():
+    check_positive(steps=1, prompts=3)
+    with pytest.raises(ValueError, match="prompts: got 0, expected at least 1"):
+        check_positive(steps=1, prompts=0)

@@ -20,8 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from grpo_fn import run
 from grpo_fn.config import load_config
 from grpo_fn.shell.checkpoint import store as checkpoint
-from grpo_fn.trainer.checks.validate import validate
 from grpo_fn.trainer.sections import Settings
+from grpo_fn.trainer.validate import validate
 
 torch.set_num_threads(1)
 SERVER = multiprocessing.get_context("forkserver")

@@ -13,7 +13,7 @@ from grpo_fn.shell.model.blocks import eager, torch_compile
 from grpo_fn.shell.process import use_deterministic_kernels
 from grpo_fn.shell.sampler.local import cuda_steps
 from grpo_fn.shell.sampler.local.cuda_steps import split_kv_attention
-from grpo_fn.trainer.checks.validate import check_deterministic
+from grpo_fn.trainer.validate import check_deterministic
 
 # Two tensors, so that one is not simply given the place of the other.
 FAULTS = """

@@ -26,7 +26,7 @@ from experiments.tiny import models
 from grpo_fn import run
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.config import freeze, load_config
-from grpo_fn.trainer.checks.validate import check_sampler_logp
+from grpo_fn.trainer.validate import check_sampler_logp
 
 CONFIGS = TESTS / "tools" / "configs"
 SAMPLES = {"nemo_rl.yaml": [], "trl.yaml": ["--world", "2"], "trl.py": ["--world", "2", "--rows", "7473"]}

@@ -25,8 +25,8 @@ from grpo_fn.config import load_config
 from grpo_fn.core.partials import needs
 from grpo_fn.tasks import arithmetic
 from grpo_fn.trainer import teachers
-from grpo_fn.trainer.checks.validate import check_algorithm, check_parts
 from grpo_fn.trainer.sections import Demonstrations, Settings, Teacher
+from grpo_fn.trainer.validate import check_algorithm, check_parts
 
 EPISODES = Path(__file__).resolve().parents[1] / "e2e" / "episodes.gin"
 # What every preset needs. At a7e8c7d trials with made-up rows found out the same; these answers were compared with

@@ -7,8 +7,7 @@ import pytest
 from transformers import CONFIG_MAPPING, Qwen2Config
 
 from grpo_fn import run
-from grpo_fn.trainer.checks.dry_run import DeviceStep, sampling_seconds, training_seconds
-from grpo_fn.trainer.plan import kv_bytes_per_token
+from grpo_fn.trainer.plan import DeviceStep, kv_bytes_per_token, sampling_seconds, training_seconds
 
 HALF = {"vocab_size": 151_936, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14}
 HALF |= {"num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True}  # Qwen2.5-0.5B

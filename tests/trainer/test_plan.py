@@ -1,210 +1,265 @@
-"""A run's numbers are checked before it starts, and what does not fit is said with what would."""
+"""What a plan says of a run, of a device that is here and of one that is not; and the first lines of a start."""
 
-import math
-from functools import partial
+import re
+import time
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from fakes import VOCABULARY, qwen2_tied
+from transformers import Qwen2Config
 
-from grpo_fn.core import partials, sampling
-from grpo_fn.shell.policy.memory_estimate import Memory, Part
-from grpo_fn.trainer import plan
-from grpo_fn.trainer.checks import validate
-from grpo_fn.trainer.plan import Plan
+from grpo_fn.config import load_config
+from grpo_fn.core.problem import Problem
+from grpo_fn.shell.model import blocks
+from grpo_fn.shell.model.attention import attention_note
+from grpo_fn.shell.model.lora import LoRA
+from grpo_fn.shell.policy.mesh import BlockPlan, Parallelism, plan_blocks
+from grpo_fn.shell.world import World, alone
+from grpo_fn.tasks.task import generated_task
+from grpo_fn.trainer import plan as plans
+from grpo_fn.trainer.plan import (
+    ValidatedPlan,
+    decoding_notes,
+    device_notes,
+    device_text,
+    dry_run_lines,
+    kv_bytes,
+    kv_bytes_per_token,
+    no_report,
+    planned_device,
+    precision_notes,
+    rank_line,
+    report_start,
+    run_lines,
+    settle_blocks,
+)
+from grpo_fn.trainer.sections import Settings
+from grpo_fn.trainer.validate import validate
 
-# -- what the sampler may do
-
-
-def lying(logits, u, *, top_k, temperature):
-    """Cuts the tail and reports the log-probabilities of what was not cut."""
-    token, _ = sampling.nucleus(logits, u, temperature=temperature, top_k=top_k, top_p=1.0)
-    return token, torch.log_softmax(logits / temperature, -1).gather(-1, token[..., None])[..., 0]
-
-
-def min_p(logits, u, *, temperature, share):
-    """Leaves out tokens less likely than a share of the likeliest."""
-    x = logits / temperature
-    return sampling.categorical(
-        torch.where(x - x.amax(-1, keepdim=True) >= math.log(share), x, -torch.inf), u, temperature=1.0
-    )
-
-
-def backwards(logits, u, *, temperature):
-    """As good as sampling.categorical, in another order."""
-    token, logp = sampling.categorical(logits.flip(-1), u, temperature=temperature)
-    return logits.shape[-1] - 1 - token, logp
-
-
-@pytest.mark.parametrize("temperature", [0.05, 0.6, 1.0, 1.7, 10.0])
-@pytest.mark.parametrize("f", [sampling.categorical, partial(sampling.nucleus, top_k=0, top_p=1.0), backwards])
-def test_draws_from_the_full_support_are_taken(f, temperature):
-    validate.check_full_support(partial(f, temperature=temperature), temperature, False)
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_draws_by_gumbel_max_are_taken_and_cut_ones_are_not(temperature):
-    validate.check_full_support(partial(sampling.gumbel_max, temperature=temperature), temperature, False)
-    cut = partial(sampling.gumbel_max_nucleus, temperature=temperature, top_k=0, top_p=0.95)
-    with pytest.raises(ValueError, match=r"^token_sampler: got .* expected draws from softmax"):
-        validate.check_full_support(cut, temperature, False)
+CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
+SMALL = Qwen2Config(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+LARGE = Qwen2Config(hidden_size=256, intermediate_size=768, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def settings_of(*files: str, **knobs: object) -> Settings:
+    """Of the arithmetic run, with files and knobs over it."""
+    bound = [f"{name.replace('__', '.')}={value}" for name, value in knobs.items()]
+    return Settings(**load_config(["run/arithmetic.gin", *files], bound).kwargs())
+
+
+@pytest.fixture(scope="module")
+def settings() -> Settings:
+    """24 prompts x 16 samples of 32 tokens, 256 rows at once, 3 epochs of 2 minibatches, 40 steps."""
+    knobs = {"step__Algorithm__prompts": 24, "step__Algorithm__group_size": 16, "step__Algorithm__epochs": 3}
+    knobs |= {"step__Algorithm__minibatches": 2, "sections__Sampling__max_rows": 256, "STEPS": 40}
+    return settings_of(**knobs, MAX_NEW_TOKENS=32)
+
+
+def checked(**changes: object) -> ValidatedPlan:
+    """Of a model with a million parameters and 2,048 bytes of keys and values a token, and 128 held-out problems."""
+    shape = Qwen2Config(hidden_size=64, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)
+    plan = object.__new__(ValidatedPlan)
+    usual = dict.fromkeys((field.name for field in fields(ValidatedPlan)), None)
+    task = generated_task(lambda key, index: None, [Problem(0, "?", "", {})] * 128, 480)
+    numbers = {"config": shape, "dtype": torch.float32, "parameters": 10**6, "trained": 10**6, "average": False}
+    vars(plan).update({**usual, "task": task, **numbers, **changes})
+    return plan
+
+
+def test_the_plan_says_what_follows_from_its_numbers(settings) -> None:
+    assert run_lines(settings, checked(), 480) == [
+        "rows a step           24 prompts x 16 samples = 384",
+        "optimizer updates     3 epochs x 2 minibatches = 6 a step, 240 in all",
+        "problems drawn        960 in 40 steps = 2.00 epochs of 480",
+        "held-out problems     128",
+        "parameters            1,000,000",
+        "disk, one checkpoint  0.012 GB",
+    ]
+    assert "parameters            1,000,000, of which 1,000 train" in run_lines(settings, checked(trained=1000), 480)
+
+
+def test_disk_holds_two_checkpoints_with_the_average_and_the_model() -> None:
+    assert checked().need_bytes() == 2 * 12 * 10**6 + 4 * 10**6 + 2**24
+    assert checked(trained=1000, average=True).checkpoint_bytes() == 4 * 4 * 1000
+
+
+def test_the_cache_is_of_the_rows_that_one_rank_decodes_at_once(settings) -> None:
+    assert kv_bytes(settings, checked(), 1) == 256 * 32 * 2048  # max_rows
+    assert kv_bytes(settings, checked(), 5) == 5 * 16 * 32 * 2048  # of 24 prompts
+
+
+def test_keys_and_values_are_counted_per_layer_and_kv_head() -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
+    assert kv_bytes_per_token(SimpleNamespace(**shape), 2) == 2 * 3 * 8 * 8 * 2
+    assert kv_bytes_per_token(SimpleNamespace(**shape, num_key_value_heads=2, head_dim=16), 4) == 2 * 3 * 2 * 16 * 4
+
+
+# -- a device
+
+
 @pytest.mark.parametrize(
-    "cut",
+    ("name", "cards", "expected"),
+    [("auto", False, CPU), ("auto", True, torch.device("cuda")), ("cuda:1", True, torch.device("cuda:1"))],
+)
+def test_the_device_is_the_named_one_or_the_best_there_is(monkeypatch, name, cards, expected) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cards)
+    assert planned_device(name) == expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert planned_device("cuda:0") is None
+
+
+def test_a_dry_run_for_a_card_says_what_float32_costs_what_attends_and_the_memory_of_a_device(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    qwen2_tied(VOCABULARY).config.save_pretrained(tmp_path)
+    for files, dtype in (([], torch.float32), (["scale/bf16.gin"], torch.bfloat16)):
+        knobs = {"train__train__model": f"'{tmp_path}'", "sections__Compute__device": "'cuda'"}
+        settings = settings_of(*files, **knobs)
+        plan = validate(settings)
+        lines = dry_run_lines(settings, plan, ranks=2, hosts=1)
+        assert lines[:6] == run_lines(settings, plan, plan.task.size)
+        assert lines[6].startswith("memory, each of 2      replicate 1 x shard 2 x tensor 1; estimated:")
+        assert [line for line in lines if line.startswith("float32 on a GPU")] == precision_notes(dtype, None)
+        assert bool(precision_notes(dtype, None)) == (dtype is torch.float32)
+        assert attention_note("sdpa", dtype, None)[0] in lines
+        assert any("not counted" in line and "a checkpoint's copy of what trains" in line for line in lines)
+
+
+def test_how_decoding_attends_and_what_it_joins_is_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons: list[str | None] = [None, "no Triton"]
+    monkeypatch.setattr(plans, "split_kv_unsupported_reason", lambda device: reasons.pop(0))
+    config = qwen2_tied(VOCABULARY).config
+    assert decoding_notes(config, None, CARD)[0] == "decoding attends in the split-KV kernel"
+    assert decoding_notes(config, None, CARD)[0] == "decoding attends in matrix products (no Triton)"
+    attends, whole = decoding_notes(config, None, None)
+    assert "where Triton imports" in attends
+    assert whole == "decoding has q_proj + k_proj + v_proj in one product, gate_proj + up_proj in one product"
+    adapters = LoRA(rank=2, alpha=2.0, dropout=0.0, targets=("up_proj",))
+    apart = "gate_proj + up_proj apart (got layers of Linear (adapters), expected torch.nn.Linear)"
+    assert apart in decoding_notes(config, adapters, None)[1]
+
+
+# -- blocks
+
+
+def plan(
+    parallelism: Parallelism,
+    device: torch.device | None,
+    *,
+    config: Qwen2Config = LARGE,
+    deterministic: bool = False,
+) -> BlockPlan:
+    """Of blocks that are worth compiling, unless the test says otherwise."""
+    return plan_blocks(parallelism, device, config=config, deterministic=deterministic)
+
+
+@pytest.fixture
+def able_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card, and a machine, for which blocks can be compiled."""
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(blocks, "find_spec", lambda name: object())
+    monkeypatch.setattr(blocks, "which", lambda name: f"/usr/bin/{name}")
+
+
+@pytest.mark.usefixtures("able_card")
+@pytest.mark.parametrize("device", [CARD, None])
+def test_blocks_are_compiled_on_a_card_unless_the_configuration_rules_it_out(device: torch.device | None) -> None:
+    spread = settings_of().parallelism
+    planned = plan(spread, device)
+    compile_ = planned.parallelism.compile
+    assert (compile_.func, compile_.keywords) == (blocks.torch_compile, {"mode": "default"})
+    assert planned.notes == ("blocks are compiled, the default on CUDA",)
+    ruled_out = {
+        "sections.Compute.deterministic is True": plan(spread, device, deterministic=True),
+        "mesh.Parallelism.tp is 2": plan(settings_of("scale/tensor_parallel.gin").parallelism, device),
+        "a block has ": plan(spread, device, config=SMALL),
+    }
+    for reason, planned in ruled_out.items():
+        assert planned.parallelism.compile is blocks.eager, reason
+        (line,) = planned.notes
+        assert line.startswith(f"blocks run as written, not compiled as is the default on CUDA: {reason}")
+
+
+def test_on_a_cpu_blocks_run_as_written_and_a_choice_of_the_configuration_stays() -> None:
+    spread = settings_of().parallelism
+    assert plan(spread, CPU) == (replace(spread, compile=blocks.eager), ())
+    for chosen in (replace(spread, compile=blocks.eager), settings_of("scale/compiled.gin").parallelism):
+        for device in (CPU, CARD, None):
+            assert plan(chosen, device) == (chosen, ())
+
+
+@pytest.mark.usefixtures("able_card")
+@pytest.mark.parametrize(
+    ("lacking", "reason"),
     [
-        *(partial(sampling.nucleus, top_k=0, top_p=p) for p in (0.1, 0.95, 0.999)),
-        *(partial(sampling.nucleus, top_k=k, top_p=1.0) for k in (1, 50, 32000)),
-        *(partial(lying, top_k=k) for k in (1, 50, 1000)),
-        partial(min_p, share=0.05),
-        partial(min_p, share=0.3),
+        (lambda patch: patch.setenv("TORCH_COMPILE_DISABLE", "1"), "TORCH_COMPILE_DISABLE is 1"),
+        (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1)), "6.1 of the card"),
+        (lambda patch: patch.setattr(blocks, "find_spec", lambda name: None), "Triton is not installed"),
+        (lambda patch: patch.setattr(blocks, "which", lambda name: None), "no C compiler: got none of "),
     ],
 )
-def test_a_sampler_that_cuts_its_tail_is_refused_unless_the_bias_is_accepted(cut, temperature):
-    token_sampler = partial(cut, temperature=temperature)
-    with pytest.raises(
-        ValueError, match=rf"^token_sampler: got .* expected draws from softmax\(logits / {temperature:g}\)"
-    ):
-        validate.check_full_support(token_sampler, temperature, False)
-    validate.check_full_support(token_sampler, temperature, True)
+def test_blocks_run_as_written_where_the_machine_cannot_compile_them(monkeypatch, lacking, reason) -> None:
+    lacking(monkeypatch)
+    spread = settings_of().parallelism
+    planned = plan(spread, CARD)
+    assert planned.parallelism.compile is blocks.eager
+    assert reason in planned.notes[0]
+    assert plan(spread, None).parallelism.compile is not blocks.eager  # not this machine
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_greedy_is_for_evaluation(temperature):
-    """At temperature 1 its log-probabilities are right and only the draws give it away."""
-    with pytest.raises(
-        ValueError,
-        match=r"sections\.Sampling\.token_sampler = @sampling\.categorical, or sections\.Sampling\.allow_biased",
-    ):
-        validate.check_full_support(sampling.greedy, temperature, False)
+# -- the first lines of a start
 
 
-@given(st.floats(0.3, 3), st.floats(0.3, 3))
-def test_a_sampler_at_another_temperature_than_the_trainers_is_refused(mine, trainers):
-    token_sampler = partial(sampling.categorical, temperature=mine)
-    if abs(mine / trainers - 1) > 0.01:
-        with pytest.raises(ValueError, match="got log-probabilities up to"):
-            validate.check_full_support(token_sampler, trainers, False)
+def one_of_two(rank: int) -> World:
+    """A rank that exchanges nothing."""
+    world = alone(CPU)
+    world.rank, world.size = rank, 2
+    return world
 
 
-def test_a_sampler_of_nan_is_refused():
-    def broken(logits, u):
-        token, logp = sampling.greedy(logits, u)
-        return token, logp * torch.nan
-
-    with pytest.raises(ValueError, match="got log-probabilities up to inf nats off"):
-        validate.check_full_support(broken, 1.0, False)
-
-
-# -- numbers
-
-
-@given(st.integers(1, 60), st.integers(1, 60))
-def test_minibatches_divide_the_prompts_or_the_nearest_that_do_are_named(prompts, minibatches):
-    if prompts % minibatches == 0:
-        return partials.check_divides(prompts, minibatches)
-    with pytest.raises(ValueError, match=f"prompts {prompts} do not split into {minibatches} minibatches") as caught:
-        partials.check_divides(prompts, minibatches)
-    offered, closest = str(caught.value).split("expected prompts ")[1].split(", or minibatches ")
-    offered = [int(n) for n in offered.split(" or ")]
-    fits = [n for n in range(1, 200) if n % minibatches == 0]
-    assert offered == [*[n for n in fits if n < prompts][-1:], *[n for n in fits if n > prompts][:1]]
-    divisors = [m for m in range(1, prompts + 1) if prompts % m == 0]
-    assert abs(int(closest) - minibatches) == min(abs(m - minibatches) for m in divisors)
-    assert int(closest) in divisors
-    return None
-
-
-def test_the_message_reads_as_a_sentence():
-    with pytest.raises(
-        ValueError,
-        match=r"^prompts 10 do not split into 4 minibatches of whole groups: "
-        r"expected prompts 8 or 12, or minibatches 5$",
-    ):
-        partials.check_divides(10, 4)
-
-
-@given(st.dictionaries(st.sampled_from(["steps", "prompts", "epochs"]), st.integers(-2, 3), min_size=1))
-def test_numbers_below_one_are_named(numbers):
-    low = [(name, n) for name, n in numbers.items() if n < 1]
-    if not low:
-        return partials.check_positive(**numbers)
-    with pytest.raises(ValueError, match=f"{low[0][0]}: got {low[0][1]}, expected at least 1"):
-        partials.check_positive(**numbers)
-    return None
-
-
-SMALL = {
-    **{
-        "prompts": 24,
-        "group_size": 16,
-        "minibatches": 2,
-        "epochs": 3,
-        "steps": 40,
-        "train_rows": 480,
-        "test_rows": 128,
-    },
-    **{"max_new_tokens": 32, "parameters": 10**6, "trained": 10**6, "kv_bytes_per_token": 2048, "max_rows": 256},
-    **{"ranks": 1, "arrangement": "1 x 1 x 1", "memory": None},
-}
-
-
-def test_the_plan_says_what_follows_from_its_numbers():
-    lines = {line.split("  ")[0]: line for line in Plan(**SMALL).lines()}
-    assert lines["rows a step"].endswith("24 prompts x 16 samples = 384")
-    assert lines["optimizer updates"].endswith("3 epochs x 2 minibatches = 6 a step, 240 in all")
-    assert lines["problems drawn"].endswith("960 in 40 steps = 2.00 epochs of 480")
-    assert lines["held-out problems"].endswith("128")
-    assert lines["parameters"].endswith("1,000,000")
-    assert lines["disk, one checkpoint"].endswith("0.012 GB")
-    assert len(lines) == len(Plan(**SMALL).lines())
-
-
-def test_adapters_are_counted_apart():
-    (line,) = (x for x in Plan(**{**SMALL, "trained": 1000}).lines() if x.startswith("parameters"))
-    assert line.endswith("1,000,000, of which 1,000 train")
-    assert Plan(**{**SMALL, "trained": 1000}).checkpoint_bytes() == 3 * 4 * 1000
-
-
-def test_a_dry_run_shows_the_memory_of_a_device():
-    held = Memory(
-        (Part("weights", 3 * 10**9), Part("reference copy", 10**9, host=True)), (), (Part("KV cache", 10**9),)
+def test_a_rank_is_one_line_with_its_device_mesh_precision_and_share_of_the_rows(monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    settings = settings_of("scale/full_shard.gin", sections__PolicyUpdate__min_micro_batches=4)
+    settings, notes = settle_blocks(settings, SMALL, CPU)
+    assert notes == ()
+    assert re.fullmatch(
+        r"rank 1  \S+  cpu \(\d+ threads, \d+ GB\)  replicate 1 x shard 2 x tensor 1  float32, sdpa, eager  "
+        r"192 of 384 rows an update, at least 4 micro-batch",
+        rank_line(settings, one_of_two(1)),
     )
-    shown = Plan(**{**SMALL, "ranks": 16, "arrangement": "replicate 2 x shard 8 x tensor 1", "memory": held}).lines()
-    assert shown[: len(Plan(**SMALL).lines())] == Plan(**SMALL).lines()
-    head, *parts = shown[len(Plan(**SMALL).lines()) :]
-    assert head == "memory, each of 16     replicate 2 x shard 8 x tensor 1; estimated:"
-    assert [" ".join(x.split()) for x in parts[:4]] == [
-        "weights 3.000 GB",
-        "reference copy 1.000 GB on the host",
-        "KV cache, sampling 1.000 GB",
-        "at most at once 4.000 GB, and 1.000 GB on the host",
-    ]
 
 
-def test_ranks_share_the_prompts_and_so_the_cache():
-    assert Plan(**{**SMALL, "ranks": 5, "max_rows": 10**6}).kv_bytes() == 5 * 16 * 32 * 2048
-    assert Plan(**SMALL).kv_bytes() == 256 * 32 * 2048
+def test_a_card_has_its_name_and_memory(monkeypatch) -> None:
+    card = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert device_text(torch.device("cuda", 3)) == "cuda:3 (NVIDIA H100, 80 GB)"
 
 
-def test_fewer_rows_than_the_limit_need_a_smaller_cache():
-    assert Plan(**{**SMALL, "prompts": 2}).kv_bytes() == 32 * 32 * 2048
+def test_the_main_rank_alone_reports_with_the_seconds_and_a_console_that_is_gone_ends_nothing(
+    capsys, monkeypatch
+) -> None:
+    report_start(alone(CPU), time.perf_counter() - 65.0)("loading the model")
+    assert re.fullmatch(r" 65\.\d s  loading the model\n", capsys.readouterr().out)
+    assert report_start(one_of_two(1), 0.0) is no_report
+    no_report("loading the model")
+    assert capsys.readouterr().out == ""
+
+    class Gone:
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("sys.stdout", Gone())
+    report_start(alone(CPU), 0.0)("loading the model")
 
 
-def test_disk_holds_two_checkpoints_and_the_model():
-    assert Plan(**SMALL).need_bytes() == 2 * 12 * 10**6 + 4 * 10**6 + 2**24
-
-
-class Config:
-    hidden_size, num_hidden_layers, num_attention_heads = 64, 3, 8
-
-
-class Grouped(Config):
-    num_key_value_heads, head_dim = 2, 16
-
-
-def test_keys_and_values_are_counted_per_layer_and_kv_head():
-    assert plan.kv_bytes_per_token(Config(), 2) == 2 * 3 * 8 * 8 * 2
-    assert plan.kv_bytes_per_token(Grouped(), 4) == 2 * 3 * 2 * 16 * 4
+def test_ranks_whose_trials_chose_different_head_kernels_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    (head,) = device_notes(alone(CPU), torch.float32)
+    assert head.startswith("the head computes with torch's operations")
+    monkeypatch.setattr(World, "exchange", lambda self, mine, *, what: [mine, "TritonKernels"])
+    said = r"head's kernels.*: got TritonKernels on rank 1, expected PlainKernels as on"
+    with pytest.raises(RuntimeError, match=said):
+        device_notes(alone(CPU), torch.float32)

@@ -12,7 +12,7 @@ from grpo_fn.eval import __main__ as evaluating
 from grpo_fn.run import main
 from grpo_fn.shell.sampler.local.local_sampler import local
 from grpo_fn.shell.vllm import vllm_sampler, vllm_servers, vllm_transfer
-from grpo_fn.trainer.checks.requirements import check_engines
+from grpo_fn.trainer.requirements import check_engines
 
 INSTALL = r"error: sampler: got no vllm \(.*\), expected it installed: pip install 'grpo-fn\[vllm\]'"
 COLOCATED = ["--gin_file", "run/arithmetic_vllm.gin"]

@@ -40,7 +40,7 @@ from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import load_and_shard
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.world import World
-from grpo_fn.trainer.checks.dry_run import DeviceStep, traffic
+from grpo_fn.trainer.plan import DeviceStep, traffic
 
 ROOT = Path(__file__).resolve().parents[3]
 RANKS, ON_HOST, VOCABULARY = 64, 8, 96
