@@ -12,6 +12,7 @@ from math import isfinite
 from grpo_fn.core import prng, sampling
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging.console import evaluation_line
+from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 from grpo_fn.shell.logging.stopwatch import ErrorContext
 from grpo_fn.shell.reward_workers.reward_pool import ScoringInterrupted
 from grpo_fn.shell.sampler.interface import EngineSampler
@@ -64,7 +65,7 @@ def advance_evaluation(run: TrainingRun, progress: Progress, loggers: RunLoggers
 def wait_for_evaluation(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> None:
     """Wait for what is at work, unless a stop is requested."""
     if loggers.background.name is not None:
-        loggers.console.line(f"waiting for the {loggers.background.name}")
+        loggers.line(f"waiting for the {loggers.background.name}")
     while loggers.background.name is not None and not stop_requested(run, loggers):
         record_if_done(run, progress, loggers, patience=ROUND)
 
@@ -95,7 +96,7 @@ def record_if_done(run: TrainingRun, progress: Progress, loggers: RunLoggers, *,
     loggers.history[:] = amend_history(loggers.history, step, figures)
     where = "before training" if step == 0 else f"evaluation of step {step}"
     grader = grader_names(run.settings.evaluation.graders)[0]
-    loggers.console.line(
+    loggers.line(
         f"{where}: {evaluation_line(figures, grader)} on {len(run.held_out)} held-out problems, "
         f"{figures['eval/seconds']:.1f} s beside the training, known after step {now}"
     )
@@ -111,11 +112,11 @@ def write_evaluation(
 ) -> dict[str, float]:
     """On the main rank: an evaluation in the files of the run, at its step; returns its figures."""
     how, (judged, complaints) = run.settings.evaluation, result
-    record_evaluation(run.run_dir, step, judged, loggers.writer)
+    record_evaluation(run.run_dir, step, judged, loggers)
     figures = {**summarise(judged, ks=how.ks, by=how.by), "eval/lag_steps": float(now - step), "eval/seconds": seconds}
-    loggers.writer.amend(step, figures)  # the last one: where they are in the metrics, all of it is there
+    loggers.write(MetricsWriter.amend, step, figures)  # the last one: where they are in the metrics, all of it is there
     for complaint in complaints:
-        loggers.console.line(f"evaluation of step {step}: {complaint}")
+        loggers.line(f"evaluation of step {step}: {complaint}")
     return figures
 
 
@@ -158,7 +159,7 @@ def resume_pending(run: TrainingRun, progress: Progress, loggers: RunLoggers) ->
             credit_score(progress, step, figures)
             continue
         if step != now and (flaw := run.world.agree(partial(store.checkpoint_flaw, root, step), what="a checkpoint")):
-            loggers.console.line(f"the evaluation of step {step} is lost, its weights are not there any more: {flaw}")
+            loggers.line(f"the evaluation of step {step} is lost, its weights are not there any more: {flaw}")
             progress.pending.remove(step)
             continue
         wait_for_evaluation(run, progress, loggers)

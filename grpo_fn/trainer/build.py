@@ -22,8 +22,10 @@ from grpo_fn.algo.supervised import Stage
 from grpo_fn.config import Config
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
-from grpo_fn.core.problem import Problem, Scorer
+from grpo_fn.core.partials import function_and_knobs
+from grpo_fn.core.problem import Problem, RewardFn, Scorer
 from grpo_fn.core.types import Carry, Groups, Reward, Rollout
+from grpo_fn.rewards.combine import combine
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
@@ -31,9 +33,8 @@ from grpo_fn.shell.model.logprob_model import LogprobModel, chunk_elements
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
-from grpo_fn.shell.reward_workers.early_rewards import EarlyRewards, parts_of
 from grpo_fn.shell.reward_workers.judge_client import JudgeRecord, check_endpoint
-from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.shell.reward_workers.reward_pool import EarlyRewards, RewardPool
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.interface import (
     DataParallelSampler,
@@ -172,7 +173,7 @@ def build(
     load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=teachers)
     loaded = world.together(load, what="loading the model")
     policy = trained_policy(s, checked, loaded, world)
-    early = EarlyRewards(pool := s.rewards.pool(), parts_of(s.rewards.reward))
+    early = EarlyRewards(pool := s.rewards.pool(), unconditional_rewards(s.rewards.reward))
     draw = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     options = sampler_options(tokenizer, draw, s.sampling, s.data, environments, early.on_completions)
     report(sampler_line(s, checked.config, world.device))
@@ -191,7 +192,7 @@ def build(
             engine=engine,
             tokenizer=tokenizer,
             algo=run_algorithm(s, task),
-            reward=partial(early.reward_of, reward=s.rewards.reward, world=world),
+            reward=partial(step_reward, reward=s.rewards.reward, early=early, world=world),
             teacher=teacher_of_run(s.teacher, policy, loaded, teachers_prepared, world),
             demonstration_rows=read,
             demonstrations=shown,
@@ -226,6 +227,27 @@ def check_judges_answer(settings: Settings, run_dir: Path, *, main: bool) -> Non
     if main and not (run_dir / JUDGE_FOLDER).is_dir():
         for judge in judges_of_run(settings):
             asyncio.run(check_endpoint(judge))
+
+
+def unconditional_rewards(reward: Callable[..., Reward]) -> Sequence[RewardFn]:
+    """The rewards that score every row, whatever others score: the parts of `combine`; none of another function."""
+    function, knobs = function_and_knobs(reward)
+    return knobs["parts"] if function is combine else ()
+
+
+def step_reward(
+    problems: Sequence[Problem],
+    rollout: Rollout,
+    *,
+    reward: Callable[..., Reward],
+    early: EarlyRewards,
+    world: World,
+) -> Reward:
+    """`reward` of a step's rollout, scored by the workers of all ranks, which may have begun with its rows."""
+    try:
+        return reward(problems, rollout, score=spread_score(early.score, world))
+    finally:
+        early.forget(max((problem.uid for problem in problems), default=-1))
 
 
 def trained_policy(settings: Settings, checked: ValidatedPlan, loaded: LoadedModel, world: World) -> FSDPPolicy:

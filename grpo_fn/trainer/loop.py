@@ -25,9 +25,9 @@ from grpo_fn.shell.checkpoint.async_saver import Retention
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
 from grpo_fn.shell.checkpoint.store import prune
 from grpo_fn.shell.episodes.episode_rows import recorded_episodes
-from grpo_fn.shell.logging import metrics_writer, stopwatch
-from grpo_fn.shell.logging.console import Console, evaluation_line
-from grpo_fn.shell.logging.metrics_writer import NullLogger
+from grpo_fn.shell.logging import stopwatch
+from grpo_fn.shell.logging.console import evaluation_line
+from grpo_fn.shell.logging.metrics_writer import MetricsWriter, write_run_header
 from grpo_fn.shell.logging.stopwatch import ErrorContext, is_due
 from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY
@@ -71,11 +71,11 @@ def run_training(run: TrainingRun) -> int:
     with ExitStack() as stack:
         loggers = open_loggers(run, stack, start, first=progress is None)
         for line in (*run.ranks, *messages, *read_tape(run, start)):
-            loggers.console.line(line)
+            loggers.line(line)
         run.sampler.load(run.policy)
         if start < run.settings.steps:
             for line in settle_kernels(run, start + 1):
-                loggers.console.line(line)
+                loggers.line(line)
         if progress is None:
             progress = start_from_scratch(run, loggers)
         else:
@@ -86,9 +86,9 @@ def run_training(run: TrainingRun) -> int:
             return code
         progress.seconds = time.perf_counter() - began
         with ErrorContext(run.world, progress.state.step, loggers.clock), loggers.clock.span("export"):
-            export_run(run, progress, loggers.console)
+            export_run(run, progress, loggers)
             if start < progress.state.step:  # the events of a run that was done before say so already
-                loggers.writer.finish()
+                loggers.write(MetricsWriter.finish)
     return 0
 
 
@@ -108,10 +108,10 @@ def read_tape(run: TrainingRun, start: int) -> list[str]:
 def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
     """Log the plan and measure the policy before training, as step 0; a checkpoint where that is pending."""
     for line in run.plan:
-        loggers.console.line(line)
-    metrics_writer.write_run_header(loggers.writer, run.run_dir)
+        loggers.line(line)
+    loggers.write(write_run_header, run.run_dir)
     if run.evaluator is not None:
-        loggers.writer.scalars(0, loggers.clock.lap())
+        loggers.write(MetricsWriter.scalars, 0, loggers.clock.lap())
         loggers.history.append(health.history_line(0, {}))
         progress = Progress(RunState(0, run.settings.seed), first_carry(run), nan, nan, 0, 0.0, pending=[0])
         with ErrorContext(run.world, 0, loggers.clock), loggers.clock.span("evaluate"):
@@ -119,15 +119,13 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
         with loggers.clock.span("checkpoint"):
             save_checkpoint(run, progress, loggers)
         return progress
-    loggers.console.line(f"evaluating {len(run.held_out)} held-out problems before training")
+    loggers.line(f"evaluating {len(run.held_out)} held-out problems before training")
     with ErrorContext(run.world, 0, loggers.clock), loggers.clock.span("evaluate"):
         figures = evaluate_policy(run, 0, loggers)
-    loggers.writer.scalars(0, {**figures, **loggers.clock.lap()})
+    loggers.write(MetricsWriter.scalars, 0, {**figures, **loggers.clock.lap()})
     loggers.history.append(health.history_line(0, figures))
     grader = grader_names(run.settings.evaluation.graders)[0]
-    loggers.console.line(
-        f"before training: {evaluation_line(figures, grader)} on {len(run.held_out)} held-out problems"
-    )
+    loggers.line(f"before training: {evaluation_line(figures, grader)} on {len(run.held_out)} held-out problems")
     return Progress(RunState(0, run.settings.seed), first_carry(run), figures[BEST], figures[BEST], 0, 0.0)
 
 
@@ -138,7 +136,7 @@ def resume(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> None:
     if run.world.main:
         loggers.history[:] = read_history(run.run_dir)
     run.sampler.refill(progress.ahead)
-    loggers.console.line(f"resumed after step {start} from {run.run_dir / 'checkpoints'}")
+    loggers.line(f"resumed after step {start} from {run.run_dir / 'checkpoints'}")
     with ErrorContext(run.world, start, loggers.clock), loggers.clock.span("evaluate"):
         async_eval.resume_pending(run, progress, loggers)
 
@@ -174,7 +172,7 @@ def end_early(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> int 
     signal = loggers.stop.requested or "a signal to another rank"
     if done == steps and not async_eval.finish_evaluations(run, progress, loggers):
         loggers.saver.wait()
-        loggers.console.line(f"stopped by {signal} before the last evaluation; it is made by: {again}")
+        loggers.line(f"stopped by {signal} before the last evaluation; it is made by: {again}")
         return EXIT_STOPPED
     with ErrorContext(run.world, done, loggers.clock), loggers.clock.span("checkpoint"):
         if progress.saved < done < steps:  # the signal came between two steps, or before the first
@@ -184,12 +182,12 @@ def end_early(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> int 
         return None
     if loggers.fatal:
         rules = ", ".join(finding.rule for finding in loggers.fatal)
-        loggers.console.line(
+        loggers.line(
             f"ended by {rules} (sections.Health.stop) after step {done}, which is saved. To go on, until a rule "
             f"fires anew: {again}"
         )
         return EXIT_UNHEALTHY
-    loggers.console.line(f"stopped by {signal} after step {done}. To go on from here: {again}")
+    loggers.line(f"stopped by {signal} after step {done}. To go on from here: {again}")
     return EXIT_STOPPED
 
 
@@ -201,7 +199,7 @@ def evaluates(run: TrainingRun, step: int) -> bool:
 def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers) -> None:
     """One step of the algorithm, its evaluation when one is due, and the record of both."""
     troubles, clock = Counter(run.pool.counts | run.pool.costs), loggers.clock
-    loggers.writer.do(LOCK, partial(keep_lock, run.run_dir))
+    loggers.do(LOCK, partial(keep_lock, run.run_dir))
     noted = run.policy.note() if is_due(step, run.settings.logging.checksums_every) else None
     experience, progress.carried, figures = take_step(run, step, progress.carried, clock.span)
     run.world.same(repr(sorted(figures.items())), what=f"figures of step {step}")
@@ -210,7 +208,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
         share = figures["advantage/zero_variance_groups"]
         alike = f"before filters all rewards within {share:.0%} of the groups were alike"
         why = "none of its rows could be scored" if figures["reward/invalid"] == 1 else alike
-        loggers.console.line(f"step {step} is not trained on: got too few groups with signal, {why}")
+        loggers.line(f"step {step} is not trained on: got too few groups with signal, {why}")
     if evaluates(run, step) and run.evaluator is None:
         with clock.span("evaluate"):
             measured = evaluate_policy(run, step, loggers)
@@ -220,13 +218,13 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
         with clock.span("log"):
             line = step_checksums(run, step, experience, progress.carried, noted)
             if run.world.main:
-                loggers.writer.do(f"the digests of step {step}", partial(append_json, run.run_dir / DIGESTS, line))
+                loggers.do(f"the digests of step {step}", partial(append_json, run.run_dir / DIGESTS, line))
     if run.world.main:
         with clock.span("log"):
             record(run, step, experience, loggers)
     lost = lost_rows(run, troubles, loggers)
     for line in run.sampler.messages():
-        loggers.console.line(line)
+        loggers.line(line)
     times = clock.lap()
     engine = run.sampler.figures()
     figures |= {
@@ -239,8 +237,9 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
         "system/steps_per_second": 1 / times["time/total"],
     }
     with clock.span("log"):  # in the next step's time: this one's is among what is written
-        loggers.writer.scalars(step, figures)
-        loggers.console.step(figures)
+        loggers.write(MetricsWriter.scalars, step, figures)
+        if loggers.console is not None:
+            loggers.console.step(figures)
     loggers.history[:] = health.trim_history([*loggers.history, health.history_line(step, figures)])
     progress.state = RunState(step, run.settings.seed)
 
@@ -310,13 +309,15 @@ def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[st
     greedy, sampled = (run.evaluation_sampler(draw) for draw in (sampling.greedy, how.token_sampler))
     judged = how.grade_answers(greedy, sampled, run.held_out, key=key, score=run.score)
     if run.world.main:
-        record_evaluation(run.run_dir, step, judged, loggers.writer)
+        record_evaluation(run.run_dir, step, judged, loggers)
     return {**summarise(judged, ks=how.ks, by=how.by), **figures}
 
 
 def save_checkpoint(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> None:
     """Begin to save a checkpoint, once the log is written up to it; those no longer kept go when it is there."""
-    run.world.agree(loggers.writer.wait, what="the log")  # a line may be lost only where its checkpoint is not there
+    run.world.agree(
+        lambda: loggers.writer.wait(), what="the log"
+    )  # a line may be lost only where its checkpoint is not there
     progress.ahead = run.sampler.drain()
     blobs, meta = packed_progress(progress, run.policy, run.settings.lora)
     how = run.settings.checkpoints
@@ -342,15 +343,13 @@ def problem_stream(run: TrainingRun, carried: Carry) -> Stream:
 # -- the end of a run
 
 
-def export_run(run: TrainingRun, progress: Progress, console: Console | NullLogger) -> None:
+def export_run(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> None:
     """Export the model and write the summary of the run."""
     weights = {name: x.cpu() for name, x in run.policy.weights(trained=False) if run.world.main}
-    run.world.agree(partial(write_export, run, progress, weights, console), what="exporting the model")
+    run.world.agree(partial(write_export, run, progress, weights, loggers), what="exporting the model")
 
 
-def write_export(
-    run: TrainingRun, progress: Progress, weights: dict[str, Tensor], console: Console | NullLogger
-) -> None:
+def write_export(run: TrainingRun, progress: Progress, weights: dict[str, Tensor], loggers: RunLoggers) -> None:
     """Write model, adapters and summary.json; on the main rank."""
     # A process killed after its last checkpoint may not have come to it.
     root, how = run.run_dir / "checkpoints", run.settings.checkpoints
@@ -371,7 +370,7 @@ def write_export(
     }
     write_json(run.run_dir / "summary.json", summary)
     grader = grader_names(run.settings.evaluation.graders)[0]
-    console.line(
+    loggers.line(
         f"held-out accuracy by {grader} {progress.accuracy_before:.3f} before, {progress.accuracy:.3f} after "
         f"{progress.state.step} steps, {progress.seconds:.0f} s; model in {run.run_dir / 'model'}"
     )

@@ -1,12 +1,12 @@
 """The record of a run: its loggers, a step in tables, its kernels, what the rules of health say of it."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from grpo_fn.shell.atomic_io import append_json
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.console import Console
-from grpo_fn.shell.logging.metrics_writer import AsyncWriter, MetricsWriter, MirrorWriter, NullLogger, rewind
+from grpo_fn.shell.logging.metrics_writer import AsyncWriter, MetricsWriter, MirrorWriter, rewind
 from grpo_fn.shell.logging.stopwatch import Profiler, Stopwatch, is_due
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import choose_kernel
@@ -38,6 +38,7 @@ from grpo_fn.trainer.background import Background
 from grpo_fn.trainer.build import TrainingRun
 from grpo_fn.trainer.evaluation import GradedAnswer, grader_names
 
+P = ParamSpec("P")
 Row = dict[str, str]
 Findings = tuple[list[health.HealthFinding], list[health.HealthFinding]]  # what warns, and what ends the run
 
@@ -53,10 +54,10 @@ SAMPLES = 8  # completions in each of TensorBoard's tables
 
 @dataclass(frozen=True)
 class RunLoggers:
-    """Console, metrics, checkpoints and profiler of a run; null objects on ranks other than 0."""
+    """Console, metrics, checkpoints and profiler of a run."""
 
-    console: Console | NullLogger
-    writer: AsyncWriter | NullLogger
+    console: Console | None  # of the main rank, as the writer
+    writer: AsyncWriter | None
     saver: AsyncSaver
     clock: Stopwatch
     profiler: Profiler
@@ -66,6 +67,21 @@ class RunLoggers:
     losses: list[str]  # of the newest step whose rewards lost rows, the first of each kind with its reason
     stop: StopRequest
     fatal: list[health.HealthFinding]  # what ends the run; the same on every rank
+
+    def line(self, text: str) -> None:
+        """Show a line, if this is the main rank."""
+        if self.console is not None:
+            self.console.line(text)
+
+    def write(self, call: Callable[Concatenate[MetricsWriter, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have the metrics' writer called, if this is the main rank, with these arguments."""
+        if self.writer is not None:
+            self.writer.write(call, *args, **kwargs)
+
+    def do(self, what: str, work: Callable[[], object]) -> None:
+        """Have `work` done in the writer's thread, which writes `what`, if this is the main rank."""
+        if self.writer is not None:
+            self.writer.do(what, work)
 
 
 def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool) -> RunLoggers:
@@ -79,14 +95,14 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
             rewind(run_dir / name, 0 if first else start + 1)
     profiler = Profiler(run_dir / "tensorboard", run.world, run.settings.logging.profile_steps)
     run.world.mark = profiler.mark
-    console, writer = NullLogger(Console), NullLogger(AsyncWriter, MetricsWriter)
+    console = writer = None
     if main:
         grader = grader_names(run.settings.evaluation.graders)[0]
-        console = Console(run_dir / "log.txt", run.settings.steps, start, grader=grader)
-        writer = open_writer(run_dir, run.world, *mirrors, start_step=0 if first else start + 1)
+        console = stack.enter_context(Console(run_dir / "log.txt", run.settings.steps, start, grader=grader))
+        writer = stack.enter_context(open_writer(run_dir, run.world, *mirrors, start_step=0 if first else start + 1))
     return RunLoggers(
-        console=stack.enter_context(console),
-        writer=stack.enter_context(writer),
+        console=console,
+        writer=writer,
         saver=stack.enter_context(AsyncSaver(run_dir / "checkpoints", run.world)),
         clock=Stopwatch(mark=profiler.mark),
         profiler=profiler,
@@ -101,10 +117,11 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
 
 def stop_requested(run: TrainingRun, loggers: RunLoggers) -> bool:
     """Whether any rank was asked to stop: all of them do, after the same step. Raises what a save or the log raised."""
-    outcome = (loggers.stop.requested is not None, loggers.saver.failed, loggers.writer.failed)
+    unwritten = loggers.writer is not None and loggers.writer.failed
+    outcome = (loggers.stop.requested is not None, loggers.saver.failed, unwritten)
     requested, unsaved, unwritten = zip(*run.world.exchange(outcome, what="whether to stop"), strict=True)
     if any(unwritten):
-        run.world.agree(loggers.writer.wait, what="the log")
+        run.world.agree(lambda: loggers.writer.wait(), what="the log")
     if any(unsaved):
         loggers.saver.wait()
     return any(requested)
@@ -130,7 +147,7 @@ def lost_rows(run: TrainingRun, before: Counter, loggers: RunLoggers) -> dict[st
         text if len(parts) == 1 else f"rank {rank}: {text}" for rank, (*_, texts) in enumerate(parts) for text in texts
     ]
     for text in lines:
-        loggers.console.line(text)
+        loggers.line(text)
     if lines:
         loggers.losses[:] = lines
     total: Counter[str] = Counter()
@@ -161,19 +178,19 @@ def sample_rows(experience: Experience) -> list[Row]:
 
 def record(run: TrainingRun, step: int, experience: Experience, loggers: RunLoggers) -> None:
     """Store the rollout; put distributions and a few samples where TensorBoard shows them."""
-    how, writer = run.settings.logging, loggers.writer
+    how = run.settings.logging
     adv = sample_advantages(experience.adv, experience.groups)
     problems, rollout, reward = experience.groups
     on_host = tree_map_only(Tensor, Tensor.cpu, (rollout, reward, adv))
     store = partial(
         rollout_store.store_rollouts, run.run_dir / "rollouts", step, problems, run.algo.group_size, *on_host
     )
-    writer.do(f"the rollout of step {step}", partial(store, keep=how.keep_rollouts))
-    writer.histogram(step, "advantage/distribution", adv)
-    writer.histogram(step, "generation/length", rollout.mask.sum(-1))
-    writer.histogram(step, "loss/ratio", experience.ratio)
+    loggers.do(f"the rollout of step {step}", partial(store, keep=how.keep_rollouts))
+    loggers.write(MetricsWriter.histogram, step, "advantage/distribution", adv)
+    loggers.write(MetricsWriter.histogram, step, "generation/length", rollout.mask.sum(-1))
+    loggers.write(MetricsWriter.histogram, step, "loss/ratio", experience.ratio)
     if is_due(step, how.samples_every):
-        writer.table(step, "samples", sample_rows(experience))
+        loggers.write(MetricsWriter.table, step, "samples", sample_rows(experience))
 
 
 def step_checksums(
@@ -266,10 +283,10 @@ def recorded_kernels(run_dir: Path, step: int) -> dict[str, str]:
     return records[-1] if records else {}
 
 
-def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], writer: AsyncWriter) -> None:
+def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], loggers: RunLoggers) -> None:
     """Everything that was answered to eval/step_N.jsonl, the first SAMPLES of it to TensorBoard."""
     rollout_store.store_evaluation(run_dir / "eval", step, [answer.row() for answer in judged])
-    writer.table(step, "eval/samples", [answer.display_fields() for answer in judged[:SAMPLES]])
+    loggers.write(MetricsWriter.table, step, "eval/samples", [answer.display_fields() for answer in judged[:SAMPLES]])
 
 
 # -- what the rules of health find in the metrics
@@ -298,6 +315,6 @@ def report_findings(findings: Findings, step: int, loggers: RunLoggers) -> None:
     )
     every = [*dict.fromkeys([*warnings, *fatal])]
     for finding in every:
-        loggers.console.line(f"health, {finding.rule}: {finding.text}")
-    loggers.writer.table(step, "health", [finding._asdict() for finding in every])
+        loggers.line(f"health, {finding.rule}: {finding.text}")
+    loggers.write(MetricsWriter.table, step, "health", [finding._asdict() for finding in every])
     loggers.fatal.extend(fatal)

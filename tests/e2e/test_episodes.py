@@ -17,7 +17,7 @@ from e2e.test_ranks import same_run
 
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.replay import main as replay
-from grpo_fn.shell.reward_workers.early_rewards import EarlyRewards
+from grpo_fn.shell.reward_workers.reward_pool import EarlyRewards
 
 EPISODES = ("--gin_file", str(TESTS / "e2e" / "episodes.gin"))
 

@@ -1,4 +1,4 @@
-"""MetricsWriter: metrics.jsonl and TensorBoard under the same names, rewound exactly on resume; and its null object.
+"""MetricsWriter: metrics.jsonl and TensorBoard under the same names, rewound exactly on resume.
 
 A MirrorWriter is what a tracker beside TensorBoard is given (`tracker`).
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -23,6 +23,7 @@ from grpo_fn.core.json_lines import step_lines
 from grpo_fn.shell.atomic_io import to_json, write_bytes
 from grpo_fn.shell.background_worker import BackgroundWorker
 
+P = ParamSpec("P")
 Rows = Sequence[Mapping[str, object]]
 
 
@@ -168,29 +169,13 @@ def markdown_table(rows: Rows) -> str:
     return "\n".join([lines[0], "|" + " --- |" * len(columns), *lines[1:]])
 
 
-class NullLogger(AbstractContextManager):
-    """Stands in for an object of `kinds` on all ranks but the main one: every method of theirs does nothing."""
-
-    failed = False
-
-    def __init__(self, *kinds: type) -> None:
-        self.kinds = kinds
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("_") or not any(hasattr(kind, name) for kind in self.kinds):
-            raise AttributeError(f"got {name}, expected a method of {', '.join(kind.__name__ for kind in self.kinds)}")
-        return lambda *given: None
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
 # -- the same, written in a thread
 
 MAX_PENDING = 24  # calls not yet made, those of a few steps; the training waits when there are more
 
 
 class AsyncWriter(AbstractContextManager):
-    """Stands in for a `MetricsWriter`, whose calls it makes later, and takes other work for its thread (`do`).
+    """Makes the calls of a `MetricsWriter` in a thread of its own, in their order, among other work (`do`).
 
     Once something raises there, nothing more is written: `failed` says so, and `wait` raises it. Leaving it waits for
     what is left and closes the writer.
@@ -220,11 +205,11 @@ class AsyncWriter(AbstractContextManager):
         if self._error is not None:
             raise self._error
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        """As the method of that name of `MetricsWriter`, later."""
-        if name.startswith("_") or not hasattr(MetricsWriter, name):
-            raise AttributeError(f"got {name}, expected a method of MetricsWriter")
-        return partial(self._call_later, name)
+    def write(self, call: Callable[Concatenate[MetricsWriter, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have the writer called as in `call(writer, *args)`, later; the tensors and containers may change at once."""
+        what = f"{call.__name__} of step {args[0]}" if args and isinstance(args[0], int) else call.__name__
+        on_host = tree_map_only(Tensor, lambda x: x.detach().cpu(), args)  # in containers of its own
+        self.do(what, partial(call, self._writer, *on_host, **kwargs))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
@@ -237,11 +222,6 @@ class AsyncWriter(AbstractContextManager):
         finally:
             self._worker.shutdown(cancel_futures=True)
             self._writer.close()
-
-    def _call_later(self, name: str, *arguments: Any) -> None:
-        what = f"{name} of step {arguments[0]}" if arguments and isinstance(arguments[0], int) else name
-        on_host = tree_map_only(Tensor, lambda x: x.detach().cpu(), arguments)  # in containers of its own
-        self.do(what, partial(getattr(self._writer, name), *on_host))
 
     def _write(self, what: str, work: Callable[[], object]) -> None:
         """In the thread: `work`, unless something went wrong before."""
@@ -346,7 +326,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
 MEASURES = ["eval/accuracy", "reward/mean", "reward/correct_rate", "loss/entropy", "generation/length_mean"]
 
 
-def write_run_header(writer: MetricsWriter | AsyncWriter | NullLogger, run_dir: Path) -> None:
+def write_run_header(writer: MetricsWriter, run_dir: Path) -> None:
     """What the events of a run open with: the charts, the knobs for the tab "HParams", the configuration as text."""
     writer.layout(LAYOUT)
     writer.hparams(read_hparams(run_dir), MEASURES)

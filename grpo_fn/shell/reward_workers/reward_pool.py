@@ -1,14 +1,16 @@
 """Rewards of many rows: from worker processes that can be killed, and from judges.
 
-A row is begun with `submit`, and its future says what became of it. What a row was lost to is counted, complained of
-and raised when its outcome is collected, so that a row that was begun early and is never asked for counts nowhere.
+A row is begun with `submit`, by a step or, as soon as it has ended, by `EarlyRewards`; its future says what became of
+it. What a row was lost to is counted, complained of and raised when its outcome is collected, so that a row that was
+begun early and is never collected counts nowhere.
 """
 
 import math
 import pickle
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import wait
+from statistics import fmean
 from threading import Lock
 from typing import NamedTuple
 
@@ -17,7 +19,7 @@ from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.rewards.judge import Judge
 from grpo_fn.rewards.wrappers import by_task, with_timeout
-from grpo_fn.shell.reward_workers.judge_client import JudgeRecord
+from grpo_fn.shell.reward_workers.judge_client import JudgedRow, JudgeRecord, JudgeRequests
 from grpo_fn.shell.reward_workers.worker_pool import (
     LOAD,
     POLL,
@@ -30,9 +32,11 @@ from grpo_fn.shell.reward_workers.worker_pool import (
     pickled_function,
 )
 
-__all__ = ["RETURNED_NONE", "Loss", "Outcome", "RewardError", "RewardPool", "ScoringInterrupted", "judge_of"]
+__all__ = ["RETURNED_NONE", "Outcome"]  # of worker_pool, for who scores
 
 COMPLAINTS = 8  # kept until they are logged
+# Of a row, on average. A faster reward waits for the step: workers and messages beside the decoding cost it more.
+SECONDS_WORTH_AN_EARLY_START = 0.001
 
 
 class RewardError(RuntimeError):
@@ -130,14 +134,18 @@ class RewardPool(WorkerPool):
         payload, deadline = pickled_function(fn), seconds_of(fn, self.deadline)
         rows = [pickle.dumps(row) for row in zip(problems, completions, strict=True)]
         judged = {
-            row: (*asked, problem, completion)
+            row: JudgedRow(*judge, problem, completion)
             for row, problem, completion in zip(rows, problems, completions, strict=True)
-            if (asked := judge_of(fn, problem)) is not None
+            if (judge := judge_of(fn, problem)) is not None
         }
         called = [row for row in dict.fromkeys(rows) if row not in judged]
         begun = dict(zip(called, self.submit_calls(payload, called, deadline), strict=True))
         if judged:
-            begun |= zip(judged, self._ask_judges([*judged.values()]), strict=True)
+            with self._judges_lock:
+                if self._judges is None:
+                    self._judges = JudgeRequests(self.judge_record)
+                futures = self._judges.submit([*judged.values()])
+            begun |= zip(judged, (BegunCall(future, 0) for future in futures), strict=True)
         return [begun[row] for row in rows]
 
     def collect(
@@ -206,15 +214,6 @@ class RewardPool(WorkerPool):
         if outcome.cost is not None:
             self.costs.update(outcome.cost._asdict())
 
-    def _ask_judges(self, rows: Sequence[tuple[Judge, float, Problem, Completion]]) -> list[BegunCall]:
-        from grpo_fn.shell.reward_workers.judge_client import JudgedRow, JudgeRequests  # slow to import, as HTTP is
-
-        with self._judges_lock:
-            if self._judges is None:
-                self._judges = JudgeRequests(self.judge_record)
-            futures = self._judges.submit([JudgedRow(*row) for row in rows])
-        return [BegunCall(future, 0) for future in futures]
-
 
 def seconds_of(fn: RewardFn, default: float) -> float:
     """The seconds that a row of this reward may take: those of `with_timeout`, the least where it is put around twice.
@@ -242,8 +241,62 @@ def judge_of(fn: RewardFn, problem: Problem) -> tuple[Judge, float] | None:
         return fn, fn.batch_seconds
     function, knobs = function_and_knobs(fn)
     if function is with_timeout:
-        found = judge_of(knobs["reward"], problem)
-        return found and (found[0], min(found[1], knobs["seconds"]))
+        inner = judge_of(knobs["reward"], problem)
+        return inner and (inner[0], min(inner[1], knobs["seconds"]))
     if function is by_task and (name := problem.meta.get("task")) in knobs["rewards"]:
         return judge_of(knobs["rewards"][name], problem)
     return None
+
+
+# -- rewards of rows that have ended while others are still decoded, where a row takes long enough
+
+
+class EarlyRewards:
+    """Rewards that a training begins early: a pure function of problem and completion is worth the same whenever.
+
+    A sampler calls `on_completions`, in any thread, with rows that have ended; the step scores with `score` and then
+    forgets its rows.
+    """
+
+    def __init__(self, pool: RewardPool, fns: Sequence[RewardFn]) -> None:
+        self.pool = pool
+        self._fns = {pickled_function(fn): fn for fn in fns}
+        self._lock = Lock()
+        self._begun: dict[bytes, dict[Hashable, BegunCall]] = {payload: {} for payload in self._fns}
+        self._seconds: dict[bytes, float] = {}  # of a row of the last call, on average; slow until that is known
+
+    def on_completions(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        """Begin to score completions that have ended; returns at once."""
+        rows = {row_key(*row): row for row in zip(problems, completions, strict=True)}
+        with self._lock:
+            for payload, begun in self._begun.items():
+                new = [key for key in rows if key not in begun]
+                slow = self._seconds.get(payload, math.inf) >= SECONDS_WORTH_AN_EARLY_START
+                if new and slow and self.pool.is_open:
+                    calls = self.pool.submit(self._fns[payload], *zip(*(rows[key] for key in new), strict=True))
+                    begun.update(zip(new, calls, strict=True))
+
+    def score(self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
+        """As `RewardPool.score`; rows that were begun are not scored again."""
+        rows = [row_key(*row) for row in zip(problems, completions, strict=True)]
+        with self._lock:
+            begun = dict(self._begun.get(pickled_function(fn), {}))
+        late = [i for i, row in enumerate(rows) if row not in begun]
+        calls = self.pool.submit(fn, [problems[i] for i in late], [completions[i] for i in late])
+        begun |= zip((rows[i] for i in late), calls, strict=True)
+        outcomes = self.pool.collect(fn, problems, completions, [begun[row] for row in rows])
+        if outcomes:
+            self._seconds[pickled_function(fn)] = fmean(outcome.seconds for outcome in outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def forget(self, last: int) -> None:
+        """Drop all that is known of rows whose problems have this place in the stream or an earlier one."""
+        with self._lock:
+            for begun in self._begun.values():
+                for row in [row for row in begun if row[0] <= last]:
+                    begun.pop(row).future.cancel()
+
+
+def row_key(problem: Problem, completion: Completion) -> tuple[int, Hashable]:
+    """The row, after the problem's place in the stream, which only goes forward."""
+    return problem.uid, (problem.prompt, problem.answer, completion)
