@@ -29,7 +29,7 @@ from grpo_fn.lab import token_page
 from grpo_fn.lab.html_page import bars, colored_tokens, html_page, html_section, matrix
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.policy.functional import FunctionalPolicy
+from grpo_fn.shell.policy.fsdp import FunctionalPolicy
 from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, locate
 from grpo_fn.trainer.prepare import SAMPLING
 from grpo_fn.trainer.validate import check_parts

@@ -329,7 +329,6 @@ def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Ten
             LogprobModel,
             temperature=settings.sampling.temperature,
             logits_chunk_elements=chunk_elements(compute.logits_chunk_elements, device),
-            input_packing=compute.input_packing,
         ),
         parallelism=settings.parallelism,
         key=key,

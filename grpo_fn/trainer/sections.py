@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.algo.curricula import Curriculum
@@ -26,7 +26,6 @@ from grpo_fn.shell.logging.tracker import Mirror
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import Demonstrate
 from grpo_fn.shell.model.lora import LoRA
-from grpo_fn.shell.model.packed_input import InputPacking
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, LossScale, Optimizer, ReferenceModel, Schedule
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
@@ -64,7 +63,6 @@ class Compute:
     attention: str  # "sdpa", of which torch chooses the kernel, or one by name: docs/running/performance.md
     deterministic: bool  # CUDA kernels that give the same bits again; a CPU's do without it
     logits_chunk_elements: int  # most logits that live at once in the head; fewer where the device is small
-    input_packing: Callable[[nn.Module], InputPacking]  # padded rows, rows end to end, with prompts shared
 
     def __post_init__(self) -> None:
         check_positive(logits_chunk_elements=self.logits_chunk_elements)

@@ -28,7 +28,7 @@ from device_runner import Setting
 from device_shapes import TOY, Work, folder
 
 from grpo_fn.core import prng
-from grpo_fn.shell.model import attention, packed_input
+from grpo_fn.shell.model import attention, logprob_model
 from grpo_fn.shell.sampler.local import cuda_steps, decode_step, kv_cache, local_sampler
 
 ASKED = Work(2, 3, 5, 14)
@@ -181,7 +181,7 @@ MISTAKES = [
     Mistake("graphs of weights that have moved", moved_weights, [(decode_step, "addresses", lambda _: lambda m: (0,))]),
     Mistake("projections joined before the weights moved", moved_weights, [(decode_step, "relink", idle)]),
     Mistake("cu_seqlens of 64 bits", rows, [(attention.PackedAttention, "ragged_rows", of_64_bits)]),
-    Mistake("a wait for each row", waits_of_a_step, [(packed_input, "by_reading", a_wait_each_row)]),
+    Mistake("a wait for each row", waits_of_a_step, [(logprob_model, "by_reading", a_wait_each_row)]),
 ]
 
 

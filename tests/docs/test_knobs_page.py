@@ -24,7 +24,7 @@ DATA = {"algo", "batch", "completion", "context", "encode", "gains", "problem", 
 PASSED = {
     "sampling.categorical": ["temperature"],
     "sampling.nucleus": ["temperature"],
-    "logprob_model.LogprobModel": ["model", "temperature", "logits_chunk_elements", "input_packing"],
+    "logprob_model.LogprobModel": ["model", "temperature", "logits_chunk_elements"],
     "group_sampling.dynamic": ["prompts"],
     "step.grpo_step": ["key"],
     "supervised.supervised_step": ["key"],

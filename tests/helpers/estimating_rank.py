@@ -13,7 +13,6 @@ from transformers import AutoConfig
 from grpo_fn.core import prng
 from grpo_fn.shell.model import blocks, lora
 from grpo_fn.shell.model.logprob_model import LogprobModel
-from grpo_fn.shell.model.packed_input import pack_shared_prompts
 from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
 from grpo_fn.shell.policy.memory_estimate import tensor_bytes
@@ -59,9 +58,7 @@ def placing(folder: Path, strategy: str, adapters: lora.LoRA | None, dtype: torc
         dtype=dtype,
         attention="sdpa",
         adapters=adapters,
-        logprob_model=partial(
-            LogprobModel, temperature=1.0, logits_chunk_elements=2**20, input_packing=pack_shared_prompts
-        ),
+        logprob_model=partial(LogprobModel, temperature=1.0, logits_chunk_elements=2**20),
         parallelism=scale(strategy),
         key=prng.key(0, device="cpu"),
     )

@@ -1,6 +1,5 @@
 """A policy on this process alone, as `load_and_shard` puts it together, around whatever module a test has."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from grpo_fn.shell.model.logprob_model import LogprobModel
-from grpo_fn.shell.model.packed_input import InputPacking, pad_rows
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.optimizer import adamw
 from grpo_fn.shell.world import alone
@@ -26,7 +24,7 @@ def local(
     temperature: float = 0.7,
     logits_chunk_elements: int = 36,
     reference: bool = False,
-    input_packing: Callable[[nn.Module], InputPacking] = pad_rows,
+    packed: bool = False,
     **knobs,
 ) -> FSDPPolicy:
     """Its passes without gradient take some thirty tokens.
@@ -34,10 +32,7 @@ def local(
     Rows are padded, as the oracle's are: gradients agree to the last digits, in whatever dtype a model has its norms.
     """
     logprob_model = partial(
-        LogprobModel,
-        temperature=temperature,
-        logits_chunk_elements=logits_chunk_elements,
-        input_packing=input_packing,
+        LogprobModel, temperature=temperature, logits_chunk_elements=logits_chunk_elements, packed=packed
     )
     chosen = {
         "world": alone(CPU),

@@ -14,7 +14,6 @@ NEEDED = (
         "grpo_fn.trainer.loop",
         "grpo_fn.train",
         "grpo_fn.shell.policy.load_and_shard",
-        "grpo_fn.shell.policy.functional",
         "grpo_fn.shell.sampler.local.local_sampler",
     ),
     *("grpo_fn.rewards.math", "experiments.tiny.models", "e2e.rewards", "pytest", "hypothesis.strategies"),

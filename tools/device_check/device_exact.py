@@ -18,10 +18,8 @@ from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.model import blocks, hf
 from grpo_fn.shell.model.attention import choose_kernel
 from grpo_fn.shell.model.logprob_model import dense_scores, linear_scores
-from grpo_fn.shell.model.packed_input import pack_shared_prompts, pad_rows
 from grpo_fn.shell.policy import optimizer
-from grpo_fn.shell.policy.fsdp import full_tensor
-from grpo_fn.shell.policy.functional import FunctionalPolicy
+from grpo_fn.shell.policy.fsdp import FunctionalPolicy, full_tensor
 from grpo_fn.shell.process import use_deterministic_kernels
 
 TEMPERATURE = 0.7
@@ -166,11 +164,11 @@ def rows(setting: Setting) -> list[Figure]:
         kernel = choose_kernel(query, "sdpa", None)
         name = getattr(kernel, "func", kernel).__name__
         with full_float32():
-            expected = seen(built(setting, model, dtype, rows=pad_rows, temperature=TEMPERATURE), batch, signal)
-            bench = built(setting, model, dtype, rows=pack_shared_prompts, temperature=TEMPERATURE)
+            expected = seen(built(setting, model, dtype, packed=False, temperature=TEMPERATURE), batch, signal)
+            bench = built(setting, model, dtype, temperature=TEMPERATURE)
             apart = furthest(seen(bench, batch, signal), expected)
-            require(bench.policy.logprob_model.input_packing.fit is True, "rows: got padded rows after all")
-            what = f"pack_shared_prompts rows, {str(dtype).removeprefix('torch.')}, {name}"
+            require(bench.policy.logprob_model.packs is True, "rows: got padded rows after all")
+            what = f"packed rows, {str(dtype).removeprefix('torch.')}, {name}"
             figures.append(within(f"{what}, of the norm", apart, most, goal=goal))
     return figures
 

@@ -25,7 +25,6 @@ from grpo_fn.rewards.combine import combine, score_serially
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.lora import LoRA
-from grpo_fn.shell.model.packed_input import pack_shared_prompts
 from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
@@ -131,7 +130,7 @@ def built(
     model: str,
     dtype: torch.dtype,
     *,
-    rows: Any = pack_shared_prompts,
+    packed: bool = True,
     adapters: LoRA | None = None,
     micro_tokens: int = 16_384,
     logits_chunk_elements: int = 2**27,
@@ -151,7 +150,7 @@ def built(
         attention="sdpa",
         adapters=adapters,
         logprob_model=partial(
-            LogprobModel, temperature=temperature, logits_chunk_elements=logits_chunk_elements, input_packing=rows
+            LogprobModel, temperature=temperature, logits_chunk_elements=logits_chunk_elements, packed=packed
         ),
         parallelism=scale(**changed),
         key=prng.key(KEY, device="cpu"),

@@ -1,7 +1,10 @@
-"""Attention over rows that lie end to end, put beside the attention that a model was built with.
+"""Rows end to end in one stream: how a model is shown them, and attention over them beside the one it was built with.
+
+The stream holds what predicts a sampled token, or is seen by what does, and nothing else. What looks at one token at a
+time never notices; attention gets the rows' layout, which travels with the model's call.
 
 Transformers looks attention up by the name in a model's config. `install` gives the model a name of ours under which a
-call with a `layout` is computed as that says (`PackedAttention` here in training, `kv_cache.DecodeAttention` while
+call with a `layout` is computed as that says (`PackedAttention` in training, `kv_cache.DecodeAttention` while
 decoding), and any other by what stood there before. The name stays for good: a block that is computed again in the
 backward pass looks it up again.
 """
@@ -9,6 +12,7 @@ backward pass looks it up again.
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from inspect import signature
@@ -25,7 +29,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_fn.core.batch import Spans
+from grpo_fn.core.batch import Spans, read_lengths, share_prompts, visible_positions
 
 # -- layouts: which tokens see which when rows lie end to end and some share the prompt of another row
 
@@ -568,3 +572,111 @@ def eager_attention(
         mask = torch.full(scores.shape[2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
     weights = (scores + mask).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
     return dropout(weights, how.dropout) @ v
+
+
+# -- what a model is shown: the rows end to end, where it computes then what it computes from padded ones
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # as configurations name the kinds of layers
+CLOSE = {torch.float64: 1e-4, torch.float32: 1e-4}  # how far states may be apart, of their largest entry
+ROUGH = 0.05  # in half precision
+REFUSALS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+class ModelInput(NamedTuple):
+    """What the model is shown, and where in it each row's tokens are."""
+
+    tokens: Int[Tensor, "R C"]
+    at: Int[Tensor, "B T"]  # into the flattened tokens
+    model_kwargs: dict[str, Any]  # further arguments of the model's forward
+
+
+def padded_rows(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
+    """Rows `[prompt | completion | padding]`: causal attention never sees the padding."""
+    return ModelInput(tokens, torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape), {})
+
+
+def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
+    """What is read of the rows, row after row; a prompt that several begin with once."""
+    device, (tokens, mask) = tokens.device, (tokens.cpu(), mask.cpu())
+    spans = share_prompts(tokens, mask)
+    at = visible_positions(spans, tokens.shape[1])
+    column = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    read = (column >= spans.start[:, None]) & (column < spans.end[:, None])
+    if not read.any():  # a rank without rows has to take part all the same: one token that is not looked at
+        read[0, 0] = True
+        spans = Spans(*(x.new_tensor([n]) for x, n in zip(spans, (0, 1, 0), strict=True)))
+    model_kwargs = {
+        "position_ids": column[read][None].to(device),
+        "attention_mask": unusable_mask(device),
+        "layout": PackedAttention(spans, at, device=device),
+    }
+    return ModelInput(tokens[read][None].to(device), at.to(device), model_kwargs)
+
+
+@torch.no_grad()
+def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
+    """Why the model must not be shown rows end to end; None when it may. By forward passes of short rows.
+
+    Its layers have to attend to all of a row or to a window of it, to say which, and to pass on their arguments; and
+    states have to be those of padded rows.
+    """
+    config = model.config.get_text_config()
+    alike = SLIDING if getattr(config, "sliding_window", None) else FULL
+    kinds = getattr(config, "layer_types", None) or [alike] * config.num_hidden_layers
+    if odd := {*kinds} - {FULL, SLIDING} or ({"chunked"} if getattr(config, "attention_chunk_size", None) else None):
+        return f"it has layers of {', '.join(sorted(odd))}"
+    tokens, mask = probe(config.vocab_size, device)
+    padded = states(model, padded_rows(tokens, mask))
+    stream = end_to_end(tokens, mask)
+    try:
+        got = states(model, stream)
+    except torch.OutOfMemoryError:
+        raise
+    except REFUSALS as error:
+        return refusal(error)
+    windows = [SLIDING if window else FULL for window in stream.model_kwargs["layout"].windows]
+    if windows != [*kinds]:
+        return f"its layers are {', '.join(kinds)}, and ask for {', '.join(windows) or 'nothing'}"
+    read = torch.arange(tokens.shape[1], device=device) < read_lengths(mask)[:, None]
+    return too_far_apart("states", got[stream.at[read]] - padded.view(*read.shape, -1)[read], padded)
+
+
+def refusal(error: Exception) -> str:
+    """The error of a model that does not take such a call, in one line."""
+    return f"{type(error).__name__}, {str(error).splitlines()[0] if str(error) else 'without a word'}"
+
+
+def too_far_apart(what: str, gap: Tensor, reference: Tensor) -> str | None:
+    """How large the gap to the `reference` is, relative to its largest entry; None when that is rounding."""
+    apart = float(gap.abs().max() / reference.abs().max())
+    # Not the other way round: NaN is not close.
+    return None if apart <= CLOSE.get(reference.dtype, ROUGH) else f"its {what} are {apart:.1g} apart"
+
+
+def probe(vocabulary: int, device: torch.device) -> tuple[Int[Tensor, "5 9"], Bool[Tensor, "5 9"]]:
+    """Groups of three, of one, and of one that begins as the first does; with a hole, and padding behind most."""
+    token = torch.arange(45, device=device).view(5, 9) ** 2 % vocabulary
+    prompt, end = (torch.tensor(n, device=device)[:, None] for n in ([3, 3, 3, 1, 2], [6, 9, 4, 8, 7]))
+    column = torch.arange(9, device=device)
+    token = torch.where((column < prompt) & (prompt > 1), token[0], token)
+    return token, (column >= prompt) & (column < end) & (column != 5)
+
+
+def states(model: nn.Module, stream: ModelInput) -> Float[Tensor, "N D"]:
+    """The last hidden states of all that the model is shown, without dropout."""
+    with without_dropout(model):
+        out = model.get_decoder()(input_ids=stream.tokens, use_cache=False, **stream.model_kwargs)
+    return out.last_hidden_state.flatten(0, 1)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Without dropout; what was training is so again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -6,7 +6,7 @@ relative to a teacher; `LogprobModel` is last.
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -17,8 +17,17 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from grpo_fn.shell.model.attention import gather_tokens
-from grpo_fn.shell.model.packed_input import InputPacking, probe, without_dropout
+from grpo_fn.core.batch import by_reading, by_width
+from grpo_fn.shell.model.attention import (
+    ModelInput,
+    end_to_end,
+    gather_tokens,
+    install,
+    packing_unsupported_reason,
+    padded_rows,
+    probe,
+    without_dropout,
+)
 
 # -- the reductions of a chunk of logits and its gradient by torch's operations: on any device, in any dtype
 
@@ -455,27 +464,23 @@ class LogprobModel(nn.Module):
     It is the root of whatever shards the model: embedding, last norm and head belong to it, and are whole while its
     forward runs.
 
-    Args:
-        model: a causal language model of Hugging Face.
-        temperature: of the softmax, which divides the logits.
-        logits_chunk_elements: logits that live at once in the head, about.
-        input_packing: (model) -> layout of the rows in the model's input: padded, or end to end.
+    Rows are shown to it end to end, a prompt that several begin with once, if the model computes then what it computes
+    from padded rows; if not, or not `packed`, they are padded to one width. About `logits_chunk_elements` logits live
+    at once in the head.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        temperature: float,
-        logits_chunk_elements: int,
-        input_packing: Callable[[nn.Module], InputPacking],
+        self, model: nn.Module, *, temperature: float, logits_chunk_elements: int, packed: bool = True
     ) -> None:
         super().__init__()
+        if packed:
+            install(model)
         self.model = model
         self.temperature = temperature
         self.logits_chunk_elements = logits_chunk_elements
-        self.input_packing = input_packing(model)
-        self._linear: bool | None = None  # asked in the first forward: only there is a sharded head whole
+        # Both are tried in the first forward pass: only there are weights whole that are spread over ranks.
+        self.packs: bool | None = None if packed else False
+        self._linear: bool | None = None
 
     def forward(
         self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], teacher: HeadInput | None = None
@@ -529,7 +534,7 @@ class LogprobModel(nn.Module):
         """What the head is given for the sampled tokens (of another than a plain product its logits), and those."""
         if self._linear is None:
             self._linear = has_linear_head(self.model)
-        stream = self.input_packing(tokens, mask)
+        stream = self._model_input(tokens, mask)
         before, target = predicting_states(stream.at, tokens, mask)
         model_kwargs = {"input_ids": stream.tokens, "use_cache": False, **stream.model_kwargs}
         if not self._linear:
@@ -538,17 +543,30 @@ class LogprobModel(nn.Module):
         hidden = self.model.get_decoder()(**model_kwargs).last_hidden_state.flatten(0, 1)
         return HeadInput(gather_tokens(hidden, before), self.model.get_output_embeddings().weight), target
 
+    def _model_input(self, tokens: Tensor, mask: Tensor) -> ModelInput:
+        """The rows as the model takes them. A model that does not take them end to end is reported once, with why."""
+        if self.packs is None:
+            reason = packing_unsupported_reason(self.model, tokens.device)
+            self.packs = reason is None
+            if reason is not None:
+                name = type(self.model).__name__
+                warnings.warn(
+                    f"{name} is trained on padded rows, not on packed ones: {reason}", RuntimeWarning, stacklevel=2
+                )
+        return end_to_end(tokens, mask) if self.packs else padded_rows(tokens, mask)
+
     @torch.no_grad()
     def parts(
         self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], micro_tokens: int, devices: int
     ) -> list[Int[Tensor, "b"]]:
         """The rows of micro-batches in which each of `devices` devices has at most `micro_tokens` tokens.
 
-        -1 is a row without a sampled token. How this model takes rows may have to be asked first, on all ranks.
+        Tokens are counted as the model reads them: packed or padded, which may have to be tried first, on all ranks.
+        -1 is a row without a sampled token.
         """
-        if self.input_packing.fit is None:
+        if self.packs is None:
             self(*probe(self.model.config.get_text_config().vocab_size, tokens.device))
-        return self.input_packing.parts(tokens, mask, micro_tokens, devices)
+        return (by_reading if self.packs else by_width)(tokens, mask, micro_tokens, devices)
 
 
 @torch.no_grad()

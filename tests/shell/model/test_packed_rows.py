@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from collections.abc import Callable
 from copy import deepcopy
 from functools import lru_cache, partial
 from itertools import product
@@ -23,14 +22,14 @@ from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForC
 
 from grpo_fn.core import prng
 from grpo_fn.core.sampling import categorical
-from grpo_fn.shell.model import attention, blocks, lora, packed_input
+from grpo_fn.shell.model import attention, blocks, lora
 from grpo_fn.shell.model.attention import AttentionSpec, PackedAttention
 from grpo_fn.shell.model.logprob_model import LogprobModel
 
 V = 13
 FLOAT32 = torch.finfo(torch.float32)
 EXAMPLES = settings.default.max_examples
-WAYS = {"padded": packed_input.pad_rows, "packed": packed_input.pack_shared_prompts}
+WAYS = {"padded": False, "packed": True}
 ADAPTERS = lora.LoRA(rank=2, alpha=4.0, dropout=0.0, targets="all-linear")
 
 
@@ -75,8 +74,8 @@ GROUPS = made([0, 0, 1, 0, 2, 2, 1], [5, 1, 3], [4, 9, 3, 6, 1, 8, 2], 16, seed=
 # -- what a scorer makes of them
 
 
-def logprob_model(model: nn.Module, way: Callable, temperature: float = 0.7) -> LogprobModel:
-    return LogprobModel(model, temperature=temperature, logits_chunk_elements=5 * V, input_packing=way)
+def logprob_model(model: nn.Module, packed: bool, temperature: float = 0.7) -> LogprobModel:
+    return LogprobModel(model, temperature=temperature, logits_chunk_elements=5 * V, packed=packed)
 
 
 class Found(NamedTuple):
@@ -131,7 +130,7 @@ def test_scores_and_gradients_are_those_of_padded_rows(name, some):
     expected = found(family(name, "padded", torch.float64), *some[:2])
     padded = rounding(found(family(name, "padded", torch.float32), *some[:2]), expected)
     assert_alike(found(family(name, "packed", torch.float32), *some[:2]), expected, 16 * FLOAT32.eps + padded)
-    assert family(name, "packed", torch.float32).input_packing.fit
+    assert family(name, "packed", torch.float32).packs
 
 
 class Norm(nn.Module):
@@ -199,11 +198,11 @@ def test_a_broken_prompt_breaks_its_own_rows_alone(some, data):
     with torch.no_grad():
         broken.get_input_embeddings().weight[0] = torch.nan
     with torch.no_grad():
-        scoring = logprob_model(broken, packed_input.pack_shared_prompts)
-        scoring.input_packing.fit = True  # asked of a broken model, it would be found unfit
+        scoring = logprob_model(broken, True)
+        scoring.packs = True  # asked of a broken model, it would be found unfit
         got, expected = (
             scoring(tokens, mask)[0],
-            logprob_model(sound, packed_input.pack_shared_prompts)(tokens, mask)[0],
+            logprob_model(sound, True)(tokens, mask)[0],
         )
     assert got[mine & mask.any(-1)][mask[mine & mask.any(-1)]].isnan().all()
     torch.testing.assert_close(got[~mine], expected[~mine], rtol=0, atol=1e-5)
@@ -222,7 +221,7 @@ def test_the_stream_is_every_prompt_once_and_every_completion_but_its_last_token
         row[:n] for row, n in zip(whole, [n for n, on in zip(start, live.tolist(), strict=True) if on], strict=True)
     }
     read = sum(len(p) for p in begun) + sum(n - m for n, m, on in zip(last, start, live.tolist(), strict=True) if on)
-    stream = packed_input.end_to_end(tokens, mask)
+    stream = attention.end_to_end(tokens, mask)
     assert stream.tokens.shape == (1, max(1, read))
     for b, (n, on) in enumerate(zip(last, live.tolist(), strict=True)):
         at = stream.at[b, : n if on else 0]
@@ -232,7 +231,7 @@ def test_the_stream_is_every_prompt_once_and_every_completion_but_its_last_token
 
 @given(drawn(), st.sampled_from([None, 1, 3, 100]))
 def test_every_query_of_the_stream_is_in_one_bucket_and_sees_its_row_up_to_itself(some, window):
-    layout: PackedAttention = packed_input.end_to_end(*some[:2]).model_kwargs["layout"]
+    layout: PackedAttention = attention.end_to_end(*some[:2]).model_kwargs["layout"]
     sights: dict[int, set[int]] = {}
     for number, one in enumerate(layout.buckets):
         mask = layout.mask(number, window, torch.float32)
@@ -272,15 +271,12 @@ def test_recomputed_blocks_and_adapters_make_no_difference(name, adapted):
             for n, p in model.named_parameters():
                 if n.endswith(lora.B):  # zero in the beginning: no gradient would reach A
                     p.copy_(0.03 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))))
-    expected, plain = (
-        found(logprob_model(deepcopy(model), way), *GROUPS[:2])
-        for way in (packed_input.pad_rows, packed_input.pack_shared_prompts)
-    )
+    expected, plain = (found(logprob_model(deepcopy(model), way), *GROUPS[:2]) for way in (False, True))
     for block in blocks.blocks(model):
         blocks.full_checkpointing(block)
-    tried = logprob_model(model, packed_input.pack_shared_prompts)
+    tried = logprob_model(model, True)
     got = found(tried, *GROUPS[:2])
-    assert tried.input_packing.fit
+    assert tried.packs
     assert_alike(got, expected, 2e-6)
     assert_alike(got, plain, 0.0)
 
@@ -295,14 +291,14 @@ def test_compiled_blocks_compute_the_same_and_rows_of_other_lengths_are_not_comp
     plain, model = family("qwen2_tied", "padded", torch.float32), FAMILIES["qwen2_tied"](V)
     for block, change in product(blocks.blocks(model), changes):
         change(block)
-    tried, built = logprob_model(model, packed_input.pack_shared_prompts), []
+    tried, built = logprob_model(model, True), []
     for seed in range(5):
         some = made(
             [0, 0, 1, 1][: 3 + seed % 2], [3 + seed, 4], [5, 6 + seed, 7, 2][: 3 + seed % 2], 16, seed=seed, holes=False
         )
         assert_alike(found(tried, *some[:2]), found(plain, *some[:2]), 2e-6)
         built.append(blocks.recompilations().built)
-    assert tried.input_packing.fit
+    assert tried.packs
     assert built[0] == built[-1], "the first micro-batch, and the questions before it, compile all there is"
 
 
@@ -332,12 +328,12 @@ def test_the_policy_scores_what_the_sampler_drew_with_the_same_module_as_the_sam
         micro_tokens=10**4,
         min_micro_batches=1,
         logits_chunk_elements=10**4,
-        input_packing=packed_input.pack_shared_prompts,
+        packed=True,
     )
     for _ in range(2):
         rollout = drawing.sample(problems(["Tom has", "Tom has 12", "a"]), 4, key=KEY)
         gap = policy.logp(rollout) - rollout.logp_sampled
-        assert policy.logprob_model.input_packing.fit
+        assert policy.logprob_model.packs
         assert float(gap[rollout.mask].abs().max()) < 1e-4
 
 
@@ -401,11 +397,11 @@ def biased() -> nn.Module:
     ],
 )
 def test_a_model_that_is_not_fit_is_said_to_be_so_and_shown_padded_rows(make, why):
-    tried, plain = logprob_model(make(), packed_input.pack_shared_prompts), logprob_model(make(), packed_input.pad_rows)
+    tried, plain = logprob_model(make(), True), logprob_model(make(), False)
     plain.load_state_dict(tried.state_dict())
     with pytest.warns(RuntimeWarning, match=f"padded rows, not on packed ones: .*{why}"):
         got = found(tried, *GROUPS[:2])
-    assert tried.input_packing.fit is False
+    assert tried.packs is False
     assert_alike(got, found(plain, *GROUPS[:2]), 1e-7)
 
 
@@ -413,8 +409,8 @@ def test_an_attention_that_is_known_by_its_name_alone_is_refused():
     model = FAMILIES["qwen2_tied"](V)
     model.config._attn_implementation = "unknown_attention"
     with pytest.raises(ValueError, match="got 'unknown_attention', expected eager or one of"):
-        logprob_model(model, packed_input.pack_shared_prompts)
-    logprob_model(model, packed_input.pad_rows)
+        logprob_model(model, True)
+    logprob_model(model, False)
 
 
 # -- kernels for rows of unequal length, which are for CUDA: here, what they are documented to compute stands in
@@ -475,7 +471,7 @@ def as_flash_3_has_it(q, k, v, *rest, **how):
     st.sampled_from([1, 2]),
 )
 def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, window, heads):
-    layout: PackedAttention = packed_input.end_to_end(*some[:2]).model_kwargs["layout"]
+    layout: PackedAttention = attention.end_to_end(*some[:2]).model_kwargs["layout"]
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, h, 8, generator=g, dtype=torch.float64) for h in (2, heads, heads))
     how = AttentionSpec(window, scale=0.3, dropout=0.0, cap=None, backend="sdpa")
@@ -501,7 +497,7 @@ def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, wind
 @given(drawn())
 def test_keys_and_values_are_gathered_at_once_and_pulled_back_to_those_that_were_read(some):
     """As two gathers are, whose pullbacks add up what each token gets from all that read it."""
-    layout: PackedAttention = packed_input.end_to_end(*some[:2]).model_kwargs["layout"]
+    layout: PackedAttention = attention.end_to_end(*some[:2]).model_kwargs["layout"]
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
     made = partial(torch.randn, generator=g, dtype=torch.float64)
     apart, together = ([x.clone().requires_grad_() for x in found] for found in [(made(n, 2, 8), made(n, 2, 4))] * 2)

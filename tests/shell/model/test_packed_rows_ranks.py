@@ -17,7 +17,6 @@ from test_packed_rows import GROUPS, Found, V, assert_alike, drawn, found, logpr
 from torch import Tensor
 
 from grpo_fn.core.types import Batch, Scores
-from grpo_fn.shell.model import packed_input
 from grpo_fn.shell.world import World
 
 pytestmark = pytest.mark.xdist_group("sharded")
@@ -47,7 +46,7 @@ def pulled(world: World, folder: str, case: Case, micros: list[tuple[Batch, Scor
         seen, pullback = policy.vjp(micro)
         pullback(signal)
         scores.append(seen)
-    return scores, gathered_grads(policy), policy.logprob_model.input_packing.fit
+    return scores, gathered_grads(policy), policy.logprob_model.packs
 
 
 def on_one(folders: Path, case: Case, batch: Batch, signal: Scores) -> tuple[Scores, dict[str, Tensor]]:
@@ -102,12 +101,12 @@ def unfit_on_two(world: World, tokens: Tensor, mask: Tensor) -> Found:
     model = FAMILIES["qwen3_untied"](V)
     for layer in model.model.layers:
         layer.forward = partial(without_layout, layer.forward)
-    scoring, how = logprob_model(model, packed_input.pack_shared_prompts), scale_of(Case("qwen3_untied", "full_shard"))
+    scoring, how = logprob_model(model, True), scale_of(Case("qwen3_untied", "full_shard"))
     shard(scoring, model, how.mesh(world), torch.float32, how)
     with pytest.warns(RuntimeWarning, match="padded rows, not on packed ones"):
         scoring(tokens, mask)
     got = found(scoring, tokens, mask)
-    assert scoring.input_packing.fit is False
+    assert scoring.packs is False
     return got._replace(grads={n: x.full_tensor() for n, x in got.grads.items()})
 
 
@@ -116,6 +115,6 @@ def without_layout(forward: Any, *args: Any, layout: Any = None, **kwargs: Any) 
 
 
 def test_ranks_agree_that_a_model_is_not_fit_and_go_on():
-    expected = found(logprob_model(FAMILIES["qwen3_untied"](V), packed_input.pad_rows), *GROUPS[:2])
+    expected = found(logprob_model(FAMILIES["qwen3_untied"](V), False), *GROUPS[:2])
     for got in crew(2).run(unfit_on_two, *GROUPS[:2]):  # both have the same rows: gradients add up to twice as much
         assert_alike(got._replace(grads={n: x / 2 for n, x in got.grads.items()}), expected, 2e-6)

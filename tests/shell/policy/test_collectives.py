@@ -166,7 +166,7 @@ def trace(mesh: str, rank: int, folder: str, mistake: Callable[[FSDPPolicy], Non
     world.calls = []
     loaded = load_and_shard(world, spec, reference=False, teachers={})
     # These two are asked by looking at numbers, of which some are others'.
-    loaded.logprob_model._linear = loaded.logprob_model.input_packing.fit = True
+    loaded.logprob_model._linear = loaded.logprob_model.packs = True
     policy = FSDPPolicy(
         loaded.logprob_model,
         world=world,

@@ -21,8 +21,7 @@ from grpo_fn.core.batch import count, tokens_of_group
 from grpo_fn.core.types import Batch, Policy, Rollout, Scores
 from grpo_fn.shell.model import logprob_model
 from grpo_fn.shell.model.logprob_model import has_linear_head
-from grpo_fn.shell.policy.fsdp import FSDPPolicy
-from grpo_fn.shell.policy.functional import FunctionalPolicy
+from grpo_fn.shell.policy.fsdp import FSDPPolicy, FunctionalPolicy
 from grpo_fn.shell.policy.optimizer import adamw, linear_decay, muon
 
 V = 12

@@ -45,9 +45,7 @@ from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.model import blocks, hf, lora
 from grpo_fn.shell.model.hf import part, set_tensor
 from grpo_fn.shell.model.logprob_model import LogprobModel
-from grpo_fn.shell.model.packed_input import pack_shared_prompts
-from grpo_fn.shell.policy.fsdp import AVERAGE, WEIGHTS, FSDPPolicy, full_tensor
-from grpo_fn.shell.policy.functional import FunctionalPolicy
+from grpo_fn.shell.policy.fsdp import AVERAGE, WEIGHTS, FSDPPolicy, FunctionalPolicy, full_tensor
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.policy.optimizer import adamw, dynamic_loss_scale, muon
@@ -204,9 +202,7 @@ def spec_of(folder: str, case: Case, dtype: torch.dtype = torch.float32) -> Mode
         dtype=dtype,
         attention=ATTENTION.get(case.model, "sdpa"),
         adapters=ADAPTERS if case.adapted else None,
-        logprob_model=partial(
-            LogprobModel, temperature=TEMPERATURE, logits_chunk_elements=3 * V, input_packing=pack_shared_prompts
-        ),
+        logprob_model=partial(LogprobModel, temperature=TEMPERATURE, logits_chunk_elements=3 * V),
         parallelism=scale_of(case),
         key=KEY,
     )

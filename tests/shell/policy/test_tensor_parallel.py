@@ -65,8 +65,7 @@ from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.model import blocks, hf, lora
 from grpo_fn.shell.policy import mesh
-from grpo_fn.shell.policy.fsdp import FSDPPolicy, full_tensor
-from grpo_fn.shell.policy.functional import FunctionalPolicy
+from grpo_fn.shell.policy.fsdp import FSDPPolicy, FunctionalPolicy, full_tensor
 from grpo_fn.shell.policy.load_and_shard import load_and_shard
 from grpo_fn.shell.policy.optimizer import adamw
 from grpo_fn.shell.world import World

@@ -27,7 +27,6 @@ from grpo_fn.rewards.combine import combine, score_serially
 from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.lora import LoRA
-from grpo_fn.shell.model.packed_input import pack_shared_prompts
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
 from grpo_fn.shell.policy.optimizer import adamw
@@ -125,9 +124,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Algorithm) -
         dtype=torch.float32,
         attention="sdpa",
         adapters=ADAPTERS if plan.adapted else None,
-        logprob_model=partial(
-            LogprobModel, temperature=1.0, logits_chunk_elements=2**20, input_packing=pack_shared_prompts
-        ),
+        logprob_model=partial(LogprobModel, temperature=1.0, logits_chunk_elements=2**20),
         parallelism=scale_of(Case("", strategy)),
         key=KEY,
     )

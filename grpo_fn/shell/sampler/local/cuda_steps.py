@@ -18,7 +18,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from grpo_fn.shell.model import packed_input
+from grpo_fn.shell.model import attention
 from grpo_fn.shell.model.blocks import CompiledPart, blocks, compile_for_decoding, compiles_decoding
 from grpo_fn.shell.sampler.local.decode_step import (
     EAGER_CODE,
@@ -93,8 +93,8 @@ def choose_joined_model(model: nn.Module, split_kv: SplitKV | None) -> nn.Module
         reason = decoding_difference(model, device, split_kv, step_model)
     except torch.OutOfMemoryError:
         raise
-    except packed_input.REFUSALS as error:  # a forward that asks for them in another order
-        reason = packed_input.refusal(error)
+    except attention.REFUSALS as error:  # a forward that asks for them in another order
+        reason = attention.refusal(error)
     if reason is not None:
         warnings.warn(f"decoding has a product for each projection: {reason}", RuntimeWarning, stacklevel=2)
         return model

@@ -9,8 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.shell.model import packed_input
-from grpo_fn.shell.model.attention import install, unusable_mask
+from grpo_fn.shell.model import attention
 from grpo_fn.shell.sampler.interface import TokenSampler
 from grpo_fn.shell.sampler.local.joined_projections import relink
 from grpo_fn.shell.sampler.local.kv_cache import (
@@ -198,7 +197,11 @@ def draw(live: Live, logits: Float[Tensor, "S V"], token_sampler: TokenSampler, 
 
 def forward_step(model: nn.Module, ids: Tensor, position: Tensor, layout: Layout, keep: Tensor | int) -> Tensor:
     """Logits of the tokens that `keep` names, `[B K V]`."""
-    model_kwargs: dict[str, Any] = {"attention_mask": unusable_mask(ids.device), "layout": layout, "use_cache": False}
+    model_kwargs: dict[str, Any] = {
+        "attention_mask": attention.unusable_mask(ids.device),
+        "layout": layout,
+        "use_cache": False,
+    }
     return model(input_ids=ids, position_ids=position, logits_to_keep=keep, **model_kwargs).logits
 
 
@@ -374,12 +377,12 @@ def memory_budget(device: torch.device) -> float:
 def decoding_unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
     """Why the model must not be decoded this way; None when it may. By steps of a short trial."""
     try:
-        install(model)
-        return packed_input.packing_unsupported_reason(model, device) or decoding_difference(model, device)
+        attention.install(model)
+        return attention.packing_unsupported_reason(model, device) or decoding_difference(model, device)
     except torch.OutOfMemoryError:
         raise
-    except packed_input.REFUSALS as error:
-        return packed_input.refusal(error)
+    except attention.REFUSALS as error:
+        return attention.refusal(error)
 
 
 def decoding_difference(
@@ -394,7 +397,7 @@ def decoding_difference(
     prompts, drawn = KVCache(2, len(starts[0])), KVCache(3, 2)
     grouped = group_rows(prompt_slot, prompt_slot >= 0, 2, 2)
     grouped = GroupedRows(grouped.row.to(device), grouped.place.to(device), grouped.width)
-    with packed_input.without_dropout(model):
+    with attention.without_dropout(model):
         whole = [torch.tensor([text], device=device) for text in texts]
         reference = [model(input_ids=ids, use_cache=False).logits[0, -3:] for ids in whole]
         context, logits = prefill_prompts(model, starts, device)
@@ -415,4 +418,4 @@ def decoding_difference(
             )
             logits_by_step.append(forward_step(step_model or model, token, (start + t)[:, None], context, 1)[:, -1])
     reference = torch.stack(reference).to(model.get_input_embeddings().weight.dtype)  # which says how close is close
-    return packed_input.too_far_apart("logits", torch.stack(logits_by_step, 1) - reference, reference)
+    return attention.too_far_apart("logits", torch.stack(logits_by_step, 1) - reference, reference)
