@@ -15,8 +15,7 @@ HALF, FULL = torch.bfloat16, torch.float32
     ("name", "dtype", "why"),
     [
         ("flash", FULL, r"got 'flash', expected one of eager, sdpa, .*flash_attention_3"),
-        ("flex_attention", HALF, r"got 'flex_attention', expected one of"),
-        *((name, FULL, rf"got '{name}' in float32, expected .*bf16") for name in FLASH),
+        ("flash_attention_2", FULL, r"got 'flash_attention_2' in float32, expected .*bf16"),
     ],
 )
 def test_a_choice_that_no_machine_could_keep_is_refused(name: str, dtype: torch.dtype, why: str):
@@ -34,7 +33,6 @@ def card(patch: pytest.MonkeyPatch, capability: tuple[int, int], *, packages: bo
     ("name", "capability", "why"),
     [
         ("flash_attention_2", (7, 5), r"compute capability 7\.5, expected compute capability 8\.0 or later"),
-        ("flash_attention_3", (8, 9), r"compute capability 8\.9, expected compute capability 9\.0, or"),
         ("flash_attention_3", (10, 0), r"compute capability 10\.0, expected compute capability 9\.0, or"),
     ],
 )
@@ -46,6 +44,8 @@ def test_a_card_that_lacks_the_kernel_is_named(monkeypatch, name: str, capabilit
 
 def test_what_is_not_installed_or_not_a_card_is_named(monkeypatch):
     card(monkeypatch, (9, 0))
+    for name in NAMES:
+        check_attention(name, CUDA, HALF)
     for name in FLASH:
         with pytest.raises(ValueError, match=rf"got '{name}' on cpu, expected a CUDA device of compute capability"):
             check_attention(name, CPU, HALF)
@@ -55,27 +55,15 @@ def test_what_is_not_installed_or_not_a_card_is_named(monkeypatch):
             check_attention(name, CUDA, HALF)
 
 
-def test_on_a_hopper_card_all_of_them_are_taken(monkeypatch):
-    card(monkeypatch, (9, 0))
-    for name in NAMES:
-        check_attention(name, CUDA, HALF)
-    for name in ("eager", "sdpa"):
-        check_attention(name, CPU, FULL)
-
-
 @pytest.mark.parametrize("flash_attn", [True, False])
 def test_packed_rows_of_halves_on_a_card_go_where_the_name_says(monkeypatch, flash_attn: bool):
     monkeypatch.setattr(attention, "flash_varlen_function", lambda: print if flash_attn else None)
     with FakeTensorMode():
         query = torch.empty(1, 2, 8, 8, dtype=HALF, device=CUDA)
     default = attention.flash_attention if flash_attn else attention.varlen
-    whole = {
-        "sdpa": default,
-        "flash_attention_2": default,
-        "flash_attention_3": attention.flash_attention_3,
-    }
-    for name, kernel in whole.items():
-        assert attention.choose_kernel(query, name, None) is kernel
+    for name in ("sdpa", "flash_attention_2"):
+        assert attention.choose_kernel(query, name, None) is default
+    assert attention.choose_kernel(query, "flash_attention_3", None) is attention.flash_attention_3
     assert attention.choose_kernel(query, "eager", None).keywords == {"core": attention.eager_attention}
     if not flash_attn:  # no kernel of torch's caps scores
         assert attention.choose_kernel(query, "sdpa", 30.0).keywords == {"core": attention.eager_attention}
@@ -95,10 +83,5 @@ def test_a_plan_says_what_attends_on_a_card(name: str):
     said = [f"packed rows attend in {IN_HALVES[name]} (sections.Compute.attention = '{name}')"]
     assert attention_note(name, HALF, None) == attention_note(name, torch.float16, CUDA) == said
     assert attention_note(name, HALF, CPU) == []
-
-
-@pytest.mark.parametrize("name", ["eager", "sdpa"])
-def test_a_plan_says_that_float32_attends_in_padded_buckets(name: str):
-    how = f"{PADDED}, by scaled_dot_product_attention" if name == "sdpa" else IN_HALVES[name]
-    said = [f"packed rows attend in {how} (sections.Compute.attention = '{name}')"]
-    assert attention_note(name, FULL, CUDA) == said
+    in_float32 = f"{PADDED}, by scaled_dot_product_attention"
+    assert (in_float32 in attention_note(name, FULL, CUDA)[0]) == (name != "eager")

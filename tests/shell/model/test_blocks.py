@@ -11,7 +11,6 @@ from families import FAMILIES, family
 from policies import mesh_of_one
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_fn.shell.model import blocks as block_changes
 from grpo_fn.shell.model import lora
@@ -21,15 +20,12 @@ from grpo_fn.shell.model.blocks import (
     CompiledForward,
     blocks,
     compiled_on_cuda,
-    eager,
     full_checkpointing,
-    no_checkpointing,
     recompilations,
     torch_compile,
 )
 
 compile_block = partial(torch_compile, mode="default")
-ACTIVATIONS = [no_checkpointing, full_checkpointing]
 IDS = torch.arange(22).reshape(2, 11)
 ADAPTERS = lora.LoRA(rank=2, alpha=4.0, dropout=0.5, targets="all-linear")
 
@@ -64,65 +60,28 @@ def assert_equal_runs(got: tuple, expected: tuple, tolerance: float) -> None:
 # -- found
 
 
-@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_blocks_are_the_decoders_layers_in_order(name: str, adapted: bool) -> None:
-    model = family(name)
-    if adapted:
-        lora.attach(model, ADAPTERS)
+def test_the_blocks_are_the_decoders_layers_in_order(name: str) -> None:
+    model = lora.attach(family(name), ADAPTERS)
     assert [id(block) for block in blocks(model)] == [id(layer) for layer in model.get_decoder().layers]
     assert len(blocks(nn.ModuleDict({"model": model}))) == 2
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (nn.Linear(2, 2), "got Linear without transformer blocks; expected modules of a class in .* names none"),
-        (family("mistral").lm_head, "got Linear without"),
-    ],
-)
-def test_a_model_without_blocks_is_an_error(model: nn.Module, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        blocks(model)
-
-
-def test_it_says_what_it_looked_for() -> None:
-    model = family("qwen2_tied")
-    model.model.layers = nn.ModuleList()
-    with pytest.raises(ValueError, match=r"got Qwen2ForCausalLM without .* which names \['Qwen2DecoderLayer'\]"):
-        blocks(model)
+def test_a_model_without_blocks_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"got Linear without transformer blocks; expected modules of .* names none"):
+        blocks(nn.Linear(2, 2))
 
 
 # -- activations
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("change", ACTIVATIONS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_outputs_gradients_and_noise_are_those_of_the_plain_block_bit_for_bit(
-    name: str, change: Change, training: bool
-) -> None:
-    plain = family(name).train(training)
-    assert_equal_runs(trained(changed(copy.deepcopy(plain), change)), trained(plain), 0.0)
+def test_outputs_gradients_and_noise_of_recomputed_blocks_are_those_of_plain_ones_bit_for_bit(name: str) -> None:
+    plain = family(name).train()
+    assert_equal_runs(trained(changed(copy.deepcopy(plain), full_checkpointing)), trained(plain), 0.0)
 
 
-def test_there_is_noise_to_be_had_twice() -> None:
-    model = family("phi3_fused").train()
-    assert not torch.equal(forward(model), forward(model))
-
-
-@pytest.mark.parametrize("change", ACTIVATIONS)
-@pytest.mark.parametrize("name", ["qwen3_untied", "phi3_fused"])
-def test_so_it_is_with_adapters_and_their_dropout(name: str, change: Change) -> None:
-    plain = lora.attach(family(name), ADAPTERS)
-    for module in lora.dropouts(plain):
-        module.train()
-    expected = trained(plain)
-    assert expected[1].keys() == {name for name, _ in plain.named_parameters() if lora.is_adapter(name)}
-    assert_equal_runs(trained(changed(copy.deepcopy(plain), change)), expected, 0.0)
-
-
-@pytest.mark.parametrize("change", [*ACTIVATIONS, eager, compile_block])
+@pytest.mark.parametrize("change", [full_checkpointing, compile_block])
 def test_no_name_changes_and_a_copy_is_a_model_of_its_own(change: Change) -> None:
     plain = family("qwen2_tied")
     model = changed(copy.deepcopy(plain), change)
@@ -145,37 +104,6 @@ def bound(f: Callable) -> Callable:
     return f
 
 
-class Counting(TorchDispatchMode):
-    """Counts matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products = 0
-
-    def __torch_dispatch__(self, f: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
-        self.products += f in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-        return f(*args, **(kwargs or {}))
-
-
-def products(model: nn.Module) -> tuple[int, int]:
-    """Matrix products in the forward pass, and in the backward pass."""
-    with Counting() as ahead:
-        out = forward(model)
-    with Counting() as back:
-        out.square().mean().backward()
-    return ahead.products, back.products
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_untied", "phi3_fused"])
-def test_products_are_computed_again_where_blocks_are(name: str, attention: str) -> None:
-    model = family(name)
-    model.set_attn_implementation(attention)
-    none, full = (products(changed(copy.deepcopy(model), change)) for change in ACTIVATIONS)
-    assert none[0] == full[0]
-    assert full[1] > none[1] + none[0] / 2
-
-
 def bytes_kept(model: nn.Module) -> int:
     """What the forward pass has allocated and not freed when it is done, its result among it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -184,19 +112,8 @@ def bytes_kept(model: nn.Module) -> int:
     return sum(event.self_cpu_memory_usage for event in profile.key_averages())
 
 
-@pytest.mark.parametrize("name", ["qwen2_tied", "phi3_fused"])
-def test_what_is_recomputed_is_not_kept(name: str) -> None:
-    none, full = (bytes_kept(changed(family(name), change)) for change in ACTIVATIONS)
-    assert full < none
-
-
-@pytest.mark.parametrize("change", ACTIVATIONS)
-def test_without_gradients_nothing_is_kept_for_a_second_run(change: Change) -> None:
-    model = changed(family("mistral"), change)
-    with torch.no_grad():
-        out = forward(model)
-    assert not out.requires_grad
-    assert torch.equal(out, forward(family("mistral")))
+def test_what_is_recomputed_is_not_kept() -> None:
+    assert bytes_kept(changed(family("phi3_fused"), full_checkpointing)) < bytes_kept(family("phi3_fused"))
 
 
 # -- execution
@@ -209,7 +126,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_untied", "gemma2_capped"])
+@pytest.mark.parametrize("name", ["gemma2_capped"])
 def test_a_compiled_model_computes_the_same_and_is_built_once_for_all_blocks_and_sizes(name: str) -> None:
     plain, model = family(name), changed(family(name), compile_block)
     before = recompilations()
@@ -220,15 +137,6 @@ def test_a_compiled_model_computes_the_same_and_is_built_once_for_all_blocks_and
     assert after.built > before.built
     assert after.built - before.built <= 2  # Gemma's layers are of two kinds
     assert after.again - before.again == after.built - before.built - 1
-
-
-@pytest.mark.slow
-def test_recomputing_goes_around_the_compiled_forward() -> None:
-    plain, before = family("qwen2_tied"), recompilations().built
-    model = changed(copy.deepcopy(plain), compile_block, full_checkpointing)
-    assert all(isinstance(block.forward.args[0], CompiledForward) for block in blocks(model))
-    assert_equal_runs(trained(model), trained(plain), 1e-6)
-    assert recompilations().built > before
 
 
 @pytest.mark.parametrize("mode", COMPILE_MODES)
@@ -262,27 +170,9 @@ def test_code_is_built_with_the_threads_of_the_environment_where_vllm_has_set_in
     assert seen == [3]
 
 
-def test_the_modes_are_torchs_own() -> None:
-    assert set(COMPILE_MODES) <= importlib.import_module("torch._inductor").list_mode_options().keys()
-
-
-@pytest.mark.parametrize("mode", ["max_autotune", ""])
-def test_another_mode_is_refused(mode: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"torch_compile\.mode: got {mode!r}, expected one of 'default', 'reduce-overhead'"
-    ):
-        block_changes.check_compile_mode(mode)
-
-
-@pytest.mark.slow
-def test_a_mode_that_tunes_computes_the_same() -> None:
-    plain, model = (
-        family("qwen2_tied"),
-        changed(family("qwen2_tied"), partial(torch_compile, mode="max-autotune-no-cudagraphs")),
-    )
-    before = recompilations().built
-    assert_equal_runs(trained(model), trained(plain), 1e-6)
-    assert recompilations().built > before
+def test_another_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"torch_compile\.mode: got 'max_autotune', expected one of 'default', 'red"):
+        block_changes.check_compile_mode("max_autotune")
 
 
 def test_a_call_with_a_cache_runs_as_written() -> None:
@@ -301,19 +191,11 @@ def test_a_call_with_a_cache_runs_as_written() -> None:
 # -- under FSDP2
 
 
-@pytest.fixture
-def mesh() -> object:
-    return mesh_of_one()
-
-
 @pytest.mark.parametrize(
-    "changes",
-    [
-        (full_checkpointing,),
-        pytest.param((compile_block, full_checkpointing), marks=pytest.mark.slow),
-    ],
+    "changes", [(full_checkpointing,), pytest.param((compile_block, full_checkpointing), marks=pytest.mark.slow)]
 )
-def test_hooks_of_fully_shard_stay_outside(changes: tuple[Change, ...], mesh: object) -> None:
+def test_hooks_of_fully_shard_stay_outside(changes: tuple[Change, ...]) -> None:
+    mesh = mesh_of_one()
     plain = lora.attach(family("qwen3_untied"), ADAPTERS)
     model = changed(copy.deepcopy(plain), *changes)
     for block in blocks(model):
@@ -358,18 +240,13 @@ def test_by_default_blocks_of_a_cpu_are_left_alone_and_those_without_a_place_ref
         compiled_on_cuda(block.to("meta"))
 
 
-def test_a_block_counts_all_its_weights_and_a_small_one_is_said_to_be_small() -> None:
-    model = family("qwen2_tied")
-    weights = block_changes.largest_block(model)
-    assert weights == sum(p.numel() for p in block_changes.blocks(model)[0].parameters()) > 0
-    assert f"{weights:,} weights" in block_changes.small_block_reason(weights)
-    assert block_changes.small_block_reason(block_changes.SMALL_BLOCK) is None
-
-
 def test_the_samplers_steps_are_compiled_of_large_blocks_and_without_deterministic_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = family("qwen2_tied")
+    weights = block_changes.largest_block(model)
+    assert weights == sum(p.numel() for p in block_changes.blocks(model)[0].parameters()) > 0
+    assert f"{weights:,} weights" in block_changes.small_block_reason(weights)
     for least, deterministic, expected in ((0, False, True), (0, True, False), (10**6, False, False)):
         monkeypatch.setattr(block_changes, "SMALL_BLOCK", least)
         assert block_changes.compiles_decoding(model, deterministic=deterministic) == expected

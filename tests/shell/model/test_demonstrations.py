@@ -1,7 +1,6 @@
 """A demonstration's tokens are those that the policy reads and samples, and what learns is the assistant's alone."""
 
 import json
-from functools import partial
 
 import hypothesis.strategies as st
 import pytest
@@ -68,13 +67,6 @@ def test_what_learns_by_each_knob() -> None:
     assert found["every_token"].endswith("1+1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>")
 
 
-def test_a_system_turn_of_the_run_is_read_too() -> None:
-    encode = partial(hf.with_system, system="Be brief.")
-    row = demonstrations.assistant_turns(CHAT, problem(conversation("Hi", "Yes?", "1+1"), "2"), encode=encode)
-    assert CHAT.decode(row.tokens).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi")
-    assert learned(row, CHAT) == "Yes?<|im_end|>|2<|im_end|>"
-
-
 def with_template(template: str):
     tokenizer = models.byte_tokenizer(chat=True)
     tokenizer.chat_template = template
@@ -87,29 +79,17 @@ ENDLESS = models.CHAT_TEMPLATE.replace("<|im_end|>", "")
 
 
 @pytest.mark.parametrize(
-    ("template", "contents", "complaint"),
+    ("template", "answer", "complaint"),
     [
-        (
-            COUNTS,
-            ("Hi", "Yes?", "1+1"),
-            r"message 1: got a chat template in which .* go on with '3<\|im_start\|>user\\n.*'",
-        ),
-        (
-            SHORTENS,
-            ("Hi", "<think>so</think>Yes?", "1+1"),
-            r"message 1: got a chat template that makes it 'Yes\?', expected '<think>so",
-        ),
-        (
-            ENDLESS,
-            ("Hi", "Yes?", "1+1"),
-            r"message 1: got a chat template that does not end the turn with EOS, '<\|im_end\|>'",
-        ),
+        (COUNTS, "Yes?", r"in which .* go on with '3<\|im_start\|>user\\n.*'"),
+        (SHORTENS, "<think>so</think>Yes?", r"that makes it 'Yes\?', expected '<think>so"),
+        (ENDLESS, "Yes?", r"that does not end the turn with EOS, '<\|im_end\|>'"),
     ],
     ids=["another_beginning", "another_text", "no_end"],
 )
-def test_a_template_whose_turns_cannot_be_found_is_refused(template, contents, complaint) -> None:
-    asked, tokenizer = problem(conversation(*contents), "2"), with_template(template)
-    with pytest.raises(ValueError, match=complaint) as caught:
+def test_a_template_whose_turns_cannot_be_found_is_refused(template, answer, complaint) -> None:
+    asked, tokenizer = problem(conversation("Hi", answer, "1+1"), "2"), with_template(template)
+    with pytest.raises(ValueError, match=f"message 1: got a chat template {complaint}") as caught:
         demonstrations.assistant_turns(tokenizer, asked, encode=hf.encode_prompt)
     assert str(caught.value).startswith("demonstration 3, ")
     assert "@demonstrations.last_turn" in str(caught.value)

@@ -61,13 +61,10 @@ def rewrite(name: str, **changes: object) -> Callable[[Path], object]:
     ("spoil", "message"),
     [
         (drop("config.json"), r"got folder .*bad without config\.json; expected a Hugging Face model; it holds gen"),
-        (drop("*"), r"got folder .*bad without config\.json; .* it holds nothing"),
         (write("config.json", "{"), "got model .*bad', expected a causal language model's folder or hub name: .*JSON"),
-        (write("config.json", "{}"), "got model .*bad', expected a causal language model's folder .*model_type"),
         (write("config.json", '{"model_type": "nothing"}'), "got model .*bad', expected a causal .*nothing"),
         (drop("*.safetensors"), r"got model folder .*bad without weights \(\*\.safetensors\); it holds config\.json, "),
         (drop("tokenizer*"), r"got no tokenizer in .*bad; expected tokenizer\.json or its like"),
-        (drop("tokenizer.json"), r"got no tokenizer in .*bad; expected tokenizer\.json or its like"),
         (write("tokenizer.json", "{"), r"got no usable tokenizer in .*bad; expected tokenizer\.json or its like: "),
         (
             rewrite("tokenizer_config.json", eos_token=None),
@@ -87,20 +84,12 @@ def test_a_bad_folder_says_what_was_got_and_expected(good: Path, tmp_path: Path,
         opened(bad)
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./nor/this", "nowhere", "a/b/c"])
+@pytest.mark.parametrize("name", ["./nor/this", "nowhere", "a/b/c"])
 def test_a_missing_folder_is_named(name: str):
     with pytest.raises(
         ValueError, match=f"got model '{name}', which does not exist; expected a Hugging Face model folder"
     ):
         hf.Pretrained(name).config()
-
-
-def test_a_file_is_not_a_folder(tmp_path: Path):
-    (tmp_path / "model.bin").touch()
-    with pytest.raises(
-        ValueError, match=r"got model .*model\.bin', a file; expected a folder with config\.json, weights"
-    ):
-        hf.Pretrained(str(tmp_path / "model.bin")).folder()
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -141,11 +130,6 @@ def test_an_exported_folder_opens_in_a_fresh_process_as_what_it_was(good: Path):
     with torch.no_grad():
         logits = qwen2_tied(VOCABULARY)(torch.tensor([[1, 2, 3]])).logits
     torch.testing.assert_close(torch.tensor(seen["logits"]), logits.flatten(), rtol=0, atol=1e-5)
-
-
-def test_digits_are_tokens_of_their_own():
-    pieces = [tokenizer().decode([i]) for i in tokenizer()("12 + 345")["input_ids"]]
-    assert [p for p in pieces if any(c.isdigit() for c in p)] == ["1", "2", "3", "4", "5"]
 
 
 def test_weights_come_back_bit_for_bit_and_ready_to_score(good: Path):
@@ -189,10 +173,6 @@ def test_an_export_that_fails_leaves_what_was_there(good: Path, tmp_path: Path, 
 # -- prompts
 
 
-def test_without_a_chat_template_the_prompt_is_its_text():
-    assert hf.encode_prompt(tokenizer(), "Tom has 12") == tokenizer()("Tom has 12")["input_ids"]
-
-
 def test_with_a_chat_template_the_prompt_is_one_user_turn(tmp_path: Path):
     chatty = deepcopy(tokenizer())
     chatty.chat_template = CHAT_TEMPLATE
@@ -209,7 +189,7 @@ def test_a_system_turn_comes_first_and_needs_a_template():
     chatty.chat_template = CHAT_TEMPLATE
     expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTom<|im_end|>\n<|im_start|>assistant\n"
     assert hf.with_system(chatty, "Tom", system="Be brief.") == tokenizer()(expected)["input_ids"]
-    assert hf.bare_prompt(chatty, "Tom") == tokenizer()("Tom")["input_ids"]
+    assert hf.bare_prompt(chatty, "Tom") == hf.encode_prompt(tokenizer(), "Tom") == tokenizer()("Tom")["input_ids"]
 
 
 def test_the_messages_of_a_conversation_are_the_turns_of_the_chat_template():

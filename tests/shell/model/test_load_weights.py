@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_fn.shell.model import hf, lora
+from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import entries, folder_of, load_shards, meta_causal_lm
 
 CPU = torch.device("cpu")
-TIED = [name for name in FAMILIES if family(name).config.get_text_config().tie_word_embeddings]
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +63,15 @@ def assert_equal_models(got: nn.Module, expected: nn.Module) -> None:
     assert torch.equal(logits(got), logits(expected))
 
 
-@pytest.mark.parametrize("shard", ["1GB", "4KB"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_filled_model_is_the_pretrained_one_bit_for_bit(name: str, shard: str, folders: Callable) -> None:
-    folder = folders(name, shard)
-    assert (len(list(folder.glob("*.safetensors"))) > 2) == (shard == "4KB")
-    assert_equal_models(filled(folder), pretrained(folder))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_so_it_is_in_another_dtype_than_the_files(name: str, folders: Callable) -> None:
-    assert_equal_models(filled(folders(name), torch.bfloat16), pretrained(folders(name), torch.bfloat16))
+def test_a_filled_model_is_the_pretrained_one_bit_for_bit(name: str, folders: Callable) -> None:
+    folder = folders(name, "4KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    dtype = torch.bfloat16 if name == "mistral" else torch.float32
+    model = filled(folder, dtype)
+    assert_equal_models(model, pretrained(folder, dtype))
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied == model.config.get_text_config().tie_word_embeddings
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -85,26 +82,6 @@ def test_an_empty_model_holds_nothing_but_right_buffers(name: str, folders: Call
     expected = dict(pretrained(folder).named_buffers())
     assert expected
     assert all(torch.equal(buffer, expected[name]) for name, buffer in model.named_buffers())
-
-
-def test_the_frequencies_of_a_scaled_rope_are_not_the_defaults(folders: Callable) -> None:
-    scaled, default = (
-        dict(
-            meta_causal_lm(
-                AutoConfig.from_pretrained(folders(name)), attention="eager", dtype=torch.float32
-            ).named_buffers()
-        )
-        for name in ("llama_scaled", "mistral")
-    )
-    name = "model.rotary_emb.inv_freq"
-    torch.testing.assert_close(scaled[name], default[name] / 2)
-
-
-@pytest.mark.parametrize("name", TIED)
-def test_tied_weights_stay_one_parameter(name: str, folders: Callable) -> None:
-    assert "lm_head.weight" not in entries(folders(name))
-    model = filled(folders(name))
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def rewritten(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
@@ -182,20 +159,6 @@ def test_parameters_that_have_storage_keep_it(folders: Callable) -> None:
     assert_equal_models(model, pretrained(folder))
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_under_adapters_the_plain_weights_are_read_and_the_adapters_left(name: str, folders: Callable) -> None:
-    folder = folders(name)
-    how = lora.LoRA(rank=2, alpha=4.0, dropout=0.0, targets="all-linear")
-    model = lora.attach(
-        meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.bfloat16), how
-    )
-    load_shards(model, folder, device=CPU, prefix="")
-    assert {p.is_meta for name, p in model.named_parameters() if hf.is_adapter(name)} == {True}
-    with lora.switched_off(model):
-        assert torch.equal(logits(model), logits(pretrained(folder, torch.bfloat16)))
-
-
 # -- what is wrong with a folder
 
 
@@ -226,10 +189,6 @@ def change(edit: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], obje
     return rewrite
 
 
-def garbage(content: bytes) -> Callable[[Path], object]:
-    return lambda folder: (folder / "model.safetensors").write_bytes(content)
-
-
 NORM = "model.norm.weight"
 
 
@@ -240,17 +199,6 @@ NORM = "model.norm.weight"
         (as_bin, r"got \S+bad, expected model\.safetensors .*; convert pytorch_model\.bin to safetensors"),
         (truncate(0.5), r"got \S+model\.safetensors, expected a whole safetensors file: .*file not fully covered"),
         (truncate(0.0), r"got \S+model\.safetensors, expected a whole safetensors file: .*header too small"),
-        (truncate(0.01), r"got \S+model\.safetensors, expected a whole safetensors file: .*header"),
-        (garbage(b"\2" + b"\0" * 7 + b"[]"), r"got \S+model\.safetensors, expected a whole safetensors file: .*JSON"),
-        (garbage(b"\4" + b"\0" * 7 + b"null"), r"got \S+model\.safetensors, expected a whole safetensors file: .*JSON"),
-        (
-            garbage(b"<html>not found</html>"),
-            r"got \S+model\.safetensors, expected a whole safetensors file: .*header too large",
-        ),
-        (
-            change(lambda held: held.pop(NORM)),
-            r"got weights without model\.norm\.weight in \S+bad, expected those of Qwen3",
-        ),
         (
             change(lambda held: held.update(odd=held[NORM].clone())),
             r"got weights with odd in \S+bad, expected those of Qwen3ForCausalLM alone",
@@ -291,7 +239,6 @@ def sharded_copy(folder: Path, to: Path) -> Path:
     ("index", "message"),
     [
         ("{", r"got \S+index\.json, expected a JSON object with a weight_map"),
-        ("[]", r"got \S+index\.json, expected a JSON object with a weight_map"),
         ('{"weight_map": ["a"]}', r"got \S+index\.json, expected a JSON object with a weight_map"),
         ('{"weight_map": {"a": "gone.safetensors"}}', r"got \S+bad without gone\.safetensors, expected every file"),
     ],
@@ -338,10 +285,9 @@ def test_a_folder_is_itself_and_a_name_is_downloaded_without_other_formats(
     assert list(filter_repo_objects([*there, *other], **patterns)) == there
 
 
-@pytest.mark.parametrize("name", ["no/such/thing", "owner/--bad--", "/nowhere/at/all"])
-def test_a_name_that_cannot_be_is_an_error(name: str) -> None:
-    with pytest.raises(ValueError, match=f"got model '{name}', expected a folder or a hub name, owner/model"):
-        folder_of(name)
+def test_a_name_that_cannot_be_is_an_error() -> None:
+    with pytest.raises(ValueError, match="got model 'owner/--bad--', expected a folder or a hub name, owner/model"):
+        folder_of("owner/--bad--")
 
 
 # -- among ranks

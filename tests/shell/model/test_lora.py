@@ -1,6 +1,5 @@
 """Adapters: where they go, what they compute, how they start, and that PEFT and plain models agree with them."""
 
-import copy
 import json
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from grpo_fn.core import prng
-from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.model.lora import (
     LoRA,
@@ -72,10 +70,9 @@ def adapted(draw: st.DrawFn) -> tuple[str, LoRA]:
 # -- attached
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_linear_layer_of_the_blocks_and_no_other_is_adapted(name: str, dtype: torch.dtype, device: str) -> None:
+def test_every_linear_layer_of_the_blocks_and_no_other_is_adapted(name: str) -> None:
+    dtype, device = torch.bfloat16, "cpu" if name == "mistral" else "meta"
     model = family(name).to(device=device, dtype=dtype)
     before = dict(model.named_parameters())
     expected = {id(m) for block in blocks(model) for m in block.modules() if isinstance(m, nn.Linear)}
@@ -124,18 +121,9 @@ def test_an_adapted_layer_adds_the_scaled_product(case: tuple[str, LoRA]) -> Non
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (
-            ("q_proj", "nope"),
-            r"got 'nope', which no module has; expected linear layers of the blocks, among \['down_proj', ",
-        ),
-        (
-            ("input_layernorm",),
-            r"got 'input_layernorm', which is also model\.layers\.0\.input_layernorm; expected l",
-        ),
+        (("q_proj", "proj"), r"got 'proj', which no module has; expected linear layers of .*, among \['down_proj', "),
         (("self_attn",), r"got 'self_attn', which is also model\.layers\.0\.self_attn; expected linear"),
         (("lm_head",), r"got 'lm_head', which is also lm_head; expected linear"),
-        (("embed_tokens",), r"got 'embed_tokens', which is also model\.embed_tokens; expected linear"),
-        (("proj",), r"got 'proj', which no module has; expected .*'q_proj', 'up_proj', 'v_proj'\]"),
     ],
 )
 def test_targets_that_are_no_linear_layers_are_an_error_and_change_nothing(targets: tuple, message: str) -> None:
@@ -146,28 +134,13 @@ def test_targets_that_are_no_linear_layers_are_an_error_and_change_nothing(targe
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
 
 
-def test_names_may_say_which_layer() -> None:
-    model = attach(family("qwen2_tied"), LoRA(rank=1, alpha=1.0, dropout=0.0, targets=("layers.1.self_attn.q_proj",)))
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
-        f"model.layers.1.self_attn.q_proj.lora_{x}.default.weight" for x in "AB"
-    }
-
-
-def test_adapters_are_attached_once() -> None:
-    with pytest.raises(ValueError, match="got a model that has LoRA adapters already, expected one without"):
-        attach(attach(family("mistral"), ALL), ALL)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"rank": 0}, "LoRA rank: got 0, expected at least 1"),
-        ({"rank": -3}, "LoRA rank: got -3, expected at least 1"),
         ({"alpha": 0.0}, r"LoRA alpha: got 0\.0, expected a finite number above 0"),
-        ({"alpha": float("nan")}, "LoRA alpha: got nan, expected"),
         ({"alpha": float("inf")}, "LoRA alpha: got inf, expected"),
         ({"dropout": 1.0}, r"LoRA dropout: got 1\.0, expected a probability in \[0, 1\)"),
-        ({"dropout": -0.1}, r"LoRA dropout: got -0\.1, expected"),
         ({"targets": "q_proj"}, "LoRA targets: got 'q_proj', expected 'all-linear' or a sequence of names"),
         ({"targets": ()}, "LoRA targets: got none, expected 'all-linear' or at least one name"),
     ],
@@ -182,6 +155,18 @@ def test_a_bad_setting_says_what_was_got_and_expected(change: dict, message: str
 
 def adapters(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters() if is_adapter(name)}
+
+
+def test_a_starts_uniform_within_one_over_the_root_of_its_inputs_and_differs_from_layer_to_layer() -> None:
+    model = attach(family("llama_scaled"), LoRA(rank=64, alpha=1.0, dropout=0.0, targets="all-linear"))
+    reset(model, key=KEY, device=CPU)
+    ours = {name: p for name, p in adapters(model).items() if ".lora_A." in name}
+    for name, a in ours.items():
+        bound = a.shape[1] ** -0.5
+        assert 0.98 * bound < a.abs().max() <= bound, name
+        assert abs(a.mean()) < 0.1 * bound
+        assert a.var() == pytest.approx(bound**2 / 3, rel=0.1)
+    assert len({a.flatten()[:8].sum().item() for a in ours.values()}) == len(ours)
 
 
 @given(adapted(), st.integers(0, 2**63))
@@ -202,29 +187,12 @@ def test_reset_is_a_function_of_the_key_whatever_was_there(case: tuple[str, LoRA
     assert not any(torch.equal(x, adapters(other)[name]) for name, x in adapters(one).items() if ".lora_A." in name)
 
 
-def test_a_starts_as_peft_starts_it_and_differs_from_layer_to_layer() -> None:
-    how = LoRA(rank=64, alpha=1.0, dropout=0.0, targets="all-linear")
-    torch.manual_seed(0)
-    model = attach(family("llama_scaled"), how)
-    theirs = adapters(model)
-    reset(model, key=KEY, device=CPU)
-    ours = {name: p for name, p in adapters(model).items() if ".lora_A." in name}
-    for name, a in ours.items():
-        bound = a.shape[1] ** -0.5
-        for x in (a, theirs[name]):  # uniform: its bound, its mean and its variance
-            assert 0.98 * bound < x.abs().max() <= bound
-            assert abs(x.mean()) < 0.1 * bound
-            assert x.var() == pytest.approx(bound**2 / 3, rel=0.1)
-    assert len({a.flatten()[:8].sum().item() for a in ours.values()}) == len(ours)
-
-
 # -- switched off, dropout
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_switched_off_the_model_is_the_base_bit_for_bit(name: str) -> None:
-    before = logits(family(name))
-    model = stirred(attach(family(name), ALL))
+def test_switched_off_the_model_is_the_base_bit_for_bit() -> None:
+    before = logits(family("phi3_fused"))
+    model = stirred(attach(family("phi3_fused"), ALL))
     on = logits(model)
     assert not torch.allclose(on, before, atol=1e-3)
     asked = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -238,9 +206,6 @@ def test_switched_off_the_model_is_the_base_bit_for_bit(name: str) -> None:
     with pytest.raises(KeyError), switched_off(model):
         raise KeyError
     assert torch.equal(logits(model), on)
-
-
-def test_only_a_model_with_adapters_can_be_switched_off() -> None:
     with pytest.raises(ValueError, match="got a model without LoRA adapters"), switched_off(family("mistral")):
         pass
 
@@ -292,70 +257,45 @@ def test_merging_happens_in_float32_and_keeps_the_bases_dtype() -> None:
     assert {x.dtype for x in got.values()} == {torch.bfloat16}
 
 
-class Lazy(dict):
-    """Says which tensors were asked for."""
-
-    def __init__(self, held: dict[str, Tensor]) -> None:
-        super().__init__(held)
-        self.asked: list[str] = []
-
-    def __getitem__(self, name: str) -> Tensor:
-        self.asked.append(name)
-        return super().__getitem__(name)
-
-
-def test_merging_asks_for_one_layer_at_a_time() -> None:
-    lazy = Lazy(attach(family("llama_scaled"), ALL).state_dict())
-    first = next(iter(lazy))  # what the type checker of the tests looks at
-    for name, _ in merge_adapters(lazy, ALL):
-        layers = {
-            name_without_lora(asked).partition(".lora_")[0].removesuffix(".weight")
-            for asked in lazy.asked
-            if asked != first
-        }
-        assert layers == ({name.removesuffix(".weight")} if name != first else set())
-        lazy.asked.clear()
-
-
-@pytest.mark.parametrize(
-    ("gone", "message"),
-    [
-        (
-            "lora_A.default.weight",
-            r"got \S+q_proj\.lora_B\.default\.weight without \S+lora_A\.default\.weight, expected",
-        ),
-        (
-            "lora_B.default.weight",
-            r"got \S+q_proj\.lora_A\.default\.weight without \S+lora_B\.default\.weight, expected",
-        ),
-        (
-            "base_layer.weight",
-            r"got \S+q_proj\.lora_A\.default\.weight without \S+q_proj\.base_layer\.weight, expected",
-        ),
-    ],
-)
-def test_half_an_adapter_is_an_error(gone: str, message: str) -> None:
+@pytest.mark.parametrize("gone", ["lora_A.default.weight", "lora_B.default.weight", "base_layer.weight"])
+def test_half_an_adapter_and_one_of_another_rank_are_errors(gone: str) -> None:
     state = attach(family("mistral"), ALL).state_dict()
+    with pytest.raises(ValueError, match=r"q_proj: got A and B of shapes \(\(2, 16\), \(16, 2\)\), expected \(\(3, 16"):
+        list(merge_adapters(state, LoRA(rank=3, alpha=1.0, dropout=0.0, targets="all-linear")))
     del state[f"model.layers.1.self_attn.q_proj.{gone}"]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"got \S+q_proj\.lora_[AB]\S+ without \S+{gone}, expected"):
         list(merge_adapters(state, ALL))
 
 
-def test_adapters_of_another_rank_are_an_error() -> None:
-    state = attach(family("mistral"), ALL).state_dict()
-    with pytest.raises(
-        ValueError, match=r"q_proj: got A and B of shapes \(\(2, 16\), \(16, 2\)\), expected \(\(3, 16\)"
-    ):
-        list(merge_adapters(state, LoRA(rank=3, alpha=1.0, dropout=0.0, targets="all-linear")))
+class Lazy(dict):
+    """Notes which tensors are looked up."""
+
+    looked_up: set[str]
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.looked_up.add(name)
+        return super().__getitem__(name)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "one"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_peft_opens_the_saved_adapters_and_computes_the_same(name: str, targets: str, tmp_path: Path) -> None:
+def test_merging_looks_up_one_layer_at_a_time() -> None:
+    lazy = Lazy(attach(family("llama_scaled"), ALL).state_dict())
+    lazy.looked_up = set()
+    for name, _ in merge_adapters(lazy, ALL):
+        layer = name.removesuffix(".weight")
+        assert {name_without_lora(x).partition(".lora_")[0].removesuffix(".weight") for x in lazy.looked_up} == {layer}
+        lazy.looked_up.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("qwen2_tied", "all-linear"), ("phi3_fused", "all-linear"), ("gemma3_tied", ("layers.1.self_attn.q_proj",))],
+)
+def test_peft_opens_the_saved_adapters_and_computes_the_same(
+    name: str, targets: str | tuple[str, ...], tmp_path: Path
+) -> None:
     base = tmp_path / "base"
     family(name).save_pretrained(base)
-    some = "all-linear" if targets == "all-linear" else (sorted(linear_leaves(family(name)))[0],)
-    how = LoRA(rank=3, alpha=7.5, dropout=0.25, targets=some)
+    how = LoRA(rank=3, alpha=7.5, dropout=0.25, targets=targets)
     model = stirred(attach(family(name), how))
     adapter_folder(dict(model.named_parameters()), how, str(base), tmp_path / "adapter")
     plain_model = AutoModelForCausalLM.from_pretrained(base, attn_implementation=model.config._attn_implementation)
@@ -364,45 +304,6 @@ def test_peft_opens_the_saved_adapters_and_computes_the_same(name: str, targets:
     assert not torch.allclose(logits(opened), logits(family(name)), atol=1e-4)
     said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["lora_dropout"]) == (3, 7.5, 0.25)
-    assert (said["base_model_name_or_path"], said["task_type"], said["inference_mode"]) == (
-        str(base),
-        "CAUSAL_LM",
-        True,
-    )
+    assert (said["base_model_name_or_path"], said["task_type"]) == (str(base), "CAUSAL_LM")
     assert said["target_modules"] == sorted(said["target_modules"])
-
-
-def test_what_is_saved_is_the_same_every_time(tmp_path: Path) -> None:
-    model = stirred(attach(family("qwen3_untied"), ALL))
-    for name in ("one", "two"):
-        adapter_folder(model.state_dict(), ALL, "owner/model", tmp_path / name)
-    files = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert files == ["adapter_config.json", "adapter_model.safetensors"]
-    assert all((tmp_path / "one" / f).read_bytes() == (tmp_path / "two" / f).read_bytes() for f in files)
-
-
-def test_no_adapters_are_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="got no adapters to save, expected tensors named"):
-        adapter_folder(family("mistral").state_dict(), ALL, "base", tmp_path / "adapter")
-    assert not (tmp_path / "adapter").exists()
-
-
-def test_a_copied_model_has_adapters_of_its_own() -> None:
-    model = stirred(attach(family("gemma3_tied"), ALL))
-    other = copy.deepcopy(model)
-    before = logits(model)
-    stirred(other, seed=2)
-    assert torch.equal(logits(model), before)
-    assert not torch.equal(logits(other), before)
-
-
-@pytest.mark.parametrize("name", ["gemma2_capped", "phi3_fused"])
-def test_the_merged_weights_are_a_hugging_face_folder(name: str, tmp_path: Path) -> None:
-    model = stirred(attach(family(name), ALL))
-    plain_model = family(name)
-    plain_model.load_state_dict(dict(merge_adapters(model.state_dict(), ALL)))
-    plain_model.save_pretrained(tmp_path / "merged")
-    opened = hf.load_model(
-        str(tmp_path / "merged"), dtype=torch.float32, device=CPU, attention=model.config._attn_implementation
-    )
-    torch.testing.assert_close(logits(opened), logits(model), rtol=1e-5, atol=1e-5)
+    assert said["inference_mode"] is True

@@ -15,10 +15,9 @@ from fakes import MODELS
 from families import FAMILIES
 from hypothesis import given, settings
 from policies import local
-from test_fsdp import assert_same
+from test_fsdp import V, assert_same
 from test_local_sampler import KEY, problems, sampler
 from torch import Tensor, nn
-from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from grpo_fn.core import prng
 from grpo_fn.core.sampling import categorical
@@ -26,7 +25,6 @@ from grpo_fn.shell.model import attention, blocks, lora
 from grpo_fn.shell.model.attention import AttentionSpec, PackedAttention
 from grpo_fn.shell.model.logprob_model import LogprobModel
 
-V = 13
 FLOAT32 = torch.finfo(torch.float32)
 EXAMPLES = settings.default.max_examples
 WAYS = {"padded": False, "packed": True}
@@ -121,9 +119,8 @@ def rounding(single: Found, double: Found) -> float:
 # -- the central property
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
-@settings(max_examples=max(5, EXAMPLES // 5))
-@given(drawn())
+@settings(max_examples=max(15, EXAMPLES))
+@given(st.sampled_from(sorted(FAMILIES)), drawn())
 def test_scores_and_gradients_are_those_of_padded_rows(name, some):
     # Both layouts round, each its own way: float32 is held against float64, not against the other's rounding. (In 1,300
     # draws the largest error of packed rows was 1.5e-6; what float64 says to the last digits is the next test.)
@@ -163,9 +160,8 @@ def precise_family(name: str, way: str) -> LogprobModel:
 
 
 # Gemma's softmax and soft cap are computed in float32 by its own eager attention.
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma2_capped"])
-@settings(max_examples=max(3, EXAMPLES // 10))
-@given(drawn())
+@settings(max_examples=max(10, EXAMPLES // 2))
+@given(st.sampled_from(sorted(FAMILIES.keys() - {"gemma2_capped"})), drawn())
 def test_and_to_the_last_digits_of_float64_where_the_model_computes_in_it(name, some):
     expected, got = (found(precise_family(name, which), *some[:2]) for which in WAYS)
     assert_alike(got, expected, 1e-13)
@@ -251,26 +247,17 @@ def test_every_query_of_the_stream_is_in_one_bucket_and_sees_its_row_up_to_itsel
     assert torch.equal(layout.stream_order([stream[one.query] for one in layout.buckets]), stream)
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_without_a_row_every_parameter_has_a_gradient_of_zero(name):
-    got = found(family(name, "packed", torch.float32), GROUPS.tokens, torch.zeros_like(GROUPS.mask))
-    assert not got.logp.any()
-    assert all(not x.any() for x in got.grads.values())
-
-
 # -- what is done to blocks, and beside them
 
 
-@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", ["qwen2_tied", "gemma2_capped"])
-def test_recomputed_blocks_and_adapters_make_no_difference(name, adapted):
+def test_recomputed_blocks_and_adapters_make_no_difference(name):
     model = FAMILIES[name](V)
-    if adapted:
-        lora.reset(lora.attach(model, ADAPTERS), key=prng.key(1, device="cpu"), device=torch.device("cpu"))
-        with torch.no_grad():
-            for n, p in model.named_parameters():
-                if n.endswith(lora.B):  # zero in the beginning: no gradient would reach A
-                    p.copy_(0.03 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))))
+    lora.reset(lora.attach(model, ADAPTERS), key=prng.key(1, device="cpu"), device=torch.device("cpu"))
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if n.endswith(lora.B):  # zero in the beginning: no gradient would reach A
+                p.copy_(0.03 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))))
     expected, plain = (found(logprob_model(deepcopy(model), way), *GROUPS[:2]) for way in (False, True))
     for block in blocks.blocks(model):
         blocks.full_checkpointing(block)
@@ -364,37 +351,9 @@ def dropping_layout() -> nn.Module:
     return model
 
 
-def chunked() -> nn.Module:
-    model = FAMILIES["llama_scaled"](V)
-    model.config.attention_chunk_size = 4
-    return model
-
-
-def sinking() -> nn.Module:
-    """Attention with sinks, experts, and windows."""
-    config = GptOssConfig(
-        **{"vocab_size": V, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8},
-        **{"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1},
-        **{"sliding_window": 4, "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0},
-    )
-    return GptOssForCausalLM(config).eval()
-
-
-def biased() -> nn.Module:
-    """Positions are not rotations but something added to scores."""
-    return BloomForCausalLM(BloomConfig(vocab_size=V, hidden_size=16, n_layer=2, n_head=2)).eval()
-
-
 @pytest.mark.parametrize(
     ("make", "why"),
-    [
-        (neighbourly, "apart"),
-        (silent, "ask for"),
-        (dropping_layout, "Error"),
-        (chunked, "chunked"),
-        (sinking, "s_aux"),
-        (biased, ""),
-    ],
+    [(neighbourly, "apart"), (silent, "ask for"), (dropping_layout, "Error")],
 )
 def test_a_model_that_is_not_fit_is_said_to_be_so_and_shown_padded_rows(make, why):
     tried, plain = logprob_model(make(), True), logprob_model(make(), False)
@@ -403,14 +362,6 @@ def test_a_model_that_is_not_fit_is_said_to_be_so_and_shown_padded_rows(make, wh
         got = found(tried, *GROUPS[:2])
     assert tried.packs is False
     assert_alike(got, found(plain, *GROUPS[:2]), 1e-7)
-
-
-def test_an_attention_that_is_known_by_its_name_alone_is_refused():
-    model = FAMILIES["qwen2_tied"](V)
-    model.config._attn_implementation = "unknown_attention"
-    with pytest.raises(ValueError, match="got 'unknown_attention', expected eager or one of"):
-        logprob_model(model, True)
-    logprob_model(model, False)
 
 
 # -- kernels for rows of unequal length, which are for CUDA: here, what they are documented to compute stands in
@@ -458,18 +409,12 @@ def as_flash_3_has_it(q, k, v, *rest, **how):
 @pytest.mark.parametrize(
     ("kernel", "of_torch"),
     [
-        ("varlen", as_torch_has_it),
-        ("varlen", as_torch_2_11_has_it),
-        ("flash_attention", as_torch_has_it),
-        ("flash_attention_3", as_torch_has_it),
+        *(("varlen", as_torch_has_it), ("varlen", as_torch_2_11_has_it)),
+        *(("flash_attention", as_torch_has_it), ("flash_attention_3", as_torch_has_it)),
     ],
 )
 @settings(max_examples=max(5, EXAMPLES // 5))
-@given(
-    drawn(),
-    st.sampled_from([None, 1, 2, 5]),
-    st.sampled_from([1, 2]),
-)
+@given(drawn(), st.sampled_from([None, 1, 2, 5]), st.sampled_from([1, 2]))
 def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, window, heads):
     layout: PackedAttention = attention.end_to_end(*some[:2]).model_kwargs["layout"]
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
