@@ -1,143 +1,161 @@
-"""Every command of the README, the docs and the recipes is executed: ours made small, of others what is ours in it.
+"""Every command that is written down is one that its program takes: its own parser reads the flags, files exist.
 
-How a command is made small is in desk.py, what is done with which program in rules.py: a program that has no rule there
-fails here, and so does a block that is not shell and does not say what it is. Nothing needs a network or a browser.
+A configuration that a command names resolves. What other programs are given of ours, extras and paths, is there. The
+tutorial and what looks at a finished run are run as they stand.
 """
 
+import argparse
+import importlib
+import os
 import re
+import runpy
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
-from docs.desk import Things
-from docs.pages import ROOT, Command, blocks, commands, first, pages, pipelines, shell, unfenced
+from docs.pages import ROOT, SHELL, blocks, commands, head_commands, is_program, joined, pages, programs
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
+from torch.distributed import run as torchrun
 
-from docs import desk, foreign, rules
-from grpo_fn import sandbox
+from grpo_fn import train
+from grpo_fn.config import load_config, parse_gin
+from grpo_fn.config.resolve import used_macros
 
-ALL = [each for page in pages() for each in commands(page)]
-FIRST = {each.text: each for each in reversed(ALL)}  # a line that stands on several pages is done once
-# Later commands of a page do not wait for these. Flags are read by the tool's own parser all the same.
-SLOW = {
-    "python tools/tables docs/algorithms/bias.md": "some 40 s; tests/algo/test_bias_table.py measures some of it",
-    "python tools/tables docs/tasks/procedural.md": "minutes; tests/tasks/test_tasks_procedural.py measures some of it",
-    "OMP_NUM_THREADS=1 python experiments/vmap_sweep/idea.py --repeats 5": "6 s",
-}
-
-
-def marked(each: Command) -> object:
-    return pytest.param(each, id=f"{each.page}:{each.line}", marks=pytest.mark.xdist_group("commands"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+GIN = [*sorted((ROOT / "gin").rglob("*.gin")), *sorted((ROOT / "experiments").glob("*/*.gin"))]
+SCRIPTS = [path for form in ("tools/launch/*.s*", "experiments/*/*.sh") for path in sorted(ROOT.glob(form))]
+HEADS = [*GIN, *SCRIPTS, *sorted((ROOT / "tools").glob("*.py"))]
+NOT_OURS = {"torch-tb-profiler", "lm_eval"}  # packages for environments of their own
+READERS = ("mine.gin", "F", "runs/x/config.gin")  # gin files of the reader's
+MODULES = ("pip", "venv", "pytest", "vllm.entrypoints.launchers.api_server.entry")  # that `python -m` runs, not ours
 
 
-@pytest.fixture(scope="session")
-def done(things: Things, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Command], None]:
-    """Do a command after those of its page that leave something for it, each once; raises what went wrong."""
-    places: dict[str, rules.Place] = {}
-    outcomes: dict[tuple[str, str], BaseException | None] = {}
+def check(text: str, page_text: str = "") -> None:
+    """Raise AssertionError or SystemExit when a command is none that its programs would take."""
+    for argv in programs(text):
+        check_program(argv, page_text)
 
-    def attempt(each: Command) -> BaseException | None:
+
+def check_program(argv: Sequence[str], page_text: str) -> None:
+    """Of ours the flags are parsed; of others all that is named of ours exists."""
+    name, words = argv[0].rsplit("/", 1)[-1], ["2" if word == "N" else word for word in argv[1:]]
+    assert is_program(argv[0]), f"no rule for {argv[0]}: tests/docs/pages.py has the PROGRAMS"
+    if name == "srun":
+        check_program([word for word in words if word[:2] != "--" or word == "--json"], page_text)
+    elif name == "torchrun" or words[:1] == ["tools/launch/agent.py"]:
+        parsed = torchrun.get_args_parser().parse_args(words[words[:1] == ["tools/launch/agent.py"] :])
+        assert parsed.module
+        check_flags(parsed.training_script, parsed.training_script_args)
+    elif name.startswith("python"):
+        check_python(words, page_text)
+    elif name == "sbatch" or name.endswith(".sh"):
+        check_launcher([*argv] if name != "sbatch" else [word for word in words if word[:2] != "--" or "gin" in word])
+    elif name == "make":
+        targets = {word for word in words if "=" not in word}
+        assert targets <= {*re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)}
+    elif name == "pip" and words[0] == "install":
+        for word in words[1:]:
+            check_requirement(word)
+    for flag, word in zip(["", *words], words, strict=False):
+        if flag != "--out" and re.match(r"(docs|experiments|gin|grpo_fn|tests|tools)/[\w/.:-]+$", word):
+            assert (ROOT / word.partition("::")[0]).exists(), f"got {word}, expected a path of the repository"
+
+
+def check_python(words: list[str], page_text: str) -> None:
+    """A module, a text, or a file: of the repository, or one that the page has the reader write."""
+    if words[0] == "-m":
+        if words[1] not in MODULES:
+            check_flags(words[1], words[2:])
+    elif words[0] == "-c":
+        compile(words[1], "<page>", "exec")
+    elif (ROOT / words[0]).exists():
+        if len(words) > 1:
+            check_flags(words[0], words[1:])
+    else:
+        assert f"this in `{words[0]}`" in page_text, f"got {words[0]}, expected a file of the repository or the page"
+
+
+@cache
+def parser_of(name: str) -> argparse.ArgumentParser | None:
+    """That of a module or of a path; None for a program without `flags`."""
+    if "/" in name:
+        return runpy.run_path(str(ROOT / name)).get("flags", lambda: None)()
+    module = importlib.import_module(name)
+    return (importlib.import_module(f"{name}.__main__") if hasattr(module, "__path__") else module).flags()
+
+
+def check_flags(name: str, words: list[str]) -> None:
+    """Its own parser takes the words; a run's configuration resolves. A module that is only named has no words."""
+    parser = parser_of(name)
+    if not words or parser is None:
+        return
+    with redirect_stderr(errors := StringIO()):
         try:
-            rules.do(each.text, places[each.page])
-        except (Exception, pytest.skip.Exception) as error:
-            return error
-        return None
-
-    def do(expected: Command) -> None:
-        if expected.page not in places:
-            folder, text = tmp_path_factory.mktemp("page"), (ROOT / expected.page).read_text()
-            (folder / "notes").mkdir()
-            places[expected.page] = rules.Place(desk.desk(things, folder / "desk", text), things, folder / "notes")
-            for name, source in modules(text).items():
-                (folder / "desk" / name).write_text(source)
-        for each in commands(ROOT / expected.page):
-            key = each.page, each.text
-            if key not in outcomes and (each == expected or leaves_something(each)):
-                outcomes[key] = attempt(each)
-            if each == expected:
-                break
-        if (error := outcomes[expected.page, expected.text]) is not None:
-            raise error
-
-    return do
+            args = parser.parse_args(words)
+        except SystemExit:
+            raise AssertionError(f"{name} {' '.join(words)}: {errors.getvalue()[-500:]}") from None
+    files = [file for file in getattr(args, "gin_file", None) or [] if file not in READERS]
+    paths = [str(next((r / file for r in (ROOT, ROOT / "gin") if (r / file).exists()), file)) for file in files]
+    assert all(map(os.path.exists, paths)), f"got {files}, expected gin files of the repository"
+    if name == "grpo_fn.run" and files and len(files) == len(args.gin_file):
+        bindings = parse_gin(paths, args.gin_param)
+        unbound = used_macros(bindings) - bindings.macros.keys() - train.MACROS.keys()
+        load_config(paths, [*args.gin_param, *(f"{macro}='x'" for macro in sorted(unbound))])
 
 
-def leaves_something(each: Command) -> bool:
-    """Whether a later command of its page may look at what it has made."""
-    own = re.fullmatch(r"python \w+\.py", each.text) is not None
-    return each.text not in SLOW and (own or any(f"--{flag}" in each.text for flag in ("run_dir", "out", "signal")))
+def check_launcher(argv: list[str]) -> None:
+    """The script exists, by its last part in a recipe, and what its ranks are asked for are flags of a run."""
+    path = next((p for p in [ROOT / argv[0], *(ROOT / "experiments").glob(f"*/{argv[0]}")] if p.is_file()), None)
+    assert path is not None, f"got {argv[0]}, expected a script of the repository"
+    if flags := [i for i, word in enumerate(argv) if word.startswith("--gin_")]:
+        own = path.with_name("run.gin")
+        files = ["--gin_file", str(own.relative_to(ROOT))] if own.exists() else []
+        check_flags("grpo_fn.run", [*files, *argv[flags[0] :]])
 
 
-def modules(text: str) -> dict[str, str]:
-    """From name to text: Python and gin that a page says is in a file of the reader's, `with this in mine.py`."""
-    lines = text.splitlines()
-    found = [block for block in blocks(text) if block.language in ("python", "gin")]
-    named = [
-        (re.search(r"this in `(\w+\.(?:py|gin))`", " ".join(lines[max(0, b.line - 4) : b.line - 1])), b) for b in found
-    ]
-    return {name[1]: "\n".join(block.lines) + "\n" for name, block in named if name}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("each", [marked(each) for each in FIRST.values()])
-def test_it_does_what_the_page_says(each: Command, done: Callable[[Command], None]) -> None:
-    if "--reward code" in each.text and not any(sandbox.available().values()):
-        pytest.skip(f"NOT TESTED: no sandbox on this machine: {sandbox.available()}")
-    if first(each.text) == "make" and shutil.which("make") is None:
-        pytest.skip("NOT TESTED: no make on this machine")
-    done(each)
-
-
-@pytest.mark.xdist_group("commands")
-@pytest.mark.parametrize("said", [said for said in SLOW if "--" in said])
-def test_the_flags_of_slow_ones_are_those_of_the_tool(said: str, things: Things, tmp_path: Path) -> None:
-    (tmp_path / "notes").mkdir()
-    place = rules.Place(desk.desk(things, tmp_path / "desk", said), things, tmp_path / "notes")
-    (((stage,),),) = [pipelines(said)]
-    rules.flags_alone(stage.argv[1:], place, place.site(stage.env, Path("/dev/null"), place.notes / "out"))
-
-
-# -- the pages are read as they are meant
+def check_requirement(word: str) -> None:
+    """This project with extras that it has, one of its dependencies within its range, or a file."""
+    if word.startswith("-"):
+        return
+    if word.endswith(".txt"):
+        assert (ROOT / word).is_file()
+        return
+    requirement = Requirement(word.replace(".", PROJECT["name"], 1) if word.startswith(".") else word)
+    if requirement.name == PROJECT["name"]:
+        assert requirement.extras <= PROJECT["optional-dependencies"].keys(), f"got {word}, expected extras that exist"
+    elif requirement.name not in NOT_OURS:
+        (range_,) = (each for each in map(Requirement, PROJECT["dependencies"]) if each.name == requirement.name)
+        (version,) = {spec.version.removesuffix(".*") for spec in requirement.specifier}
+        assert range_.specifier.contains(f"{version}.0"), f"got {word}, expected {range_}"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_block_of_shell_has_commands(page: Path) -> None:
-    found = {each.line for each in commands(page)} | {each.line for each in ALL if each.block}
-    texts = {each.text for each in commands(page)}
-    for block in blocks(page.read_text()):
-        if shell(block):
-            lines = range(block.line, block.line + len(block.lines))
-            assert found & {*lines} or any(" ".join(line.split()) in texts for line in block.lines), block
+def test_the_commands_of_a_page_are_taken_and_its_blocks_say_what_they_are(page: Path) -> None:
+    text = page.read_text()
+    for each in commands(page):
+        check(each.text, text)
+    for block in blocks(text):
+        starts = [line for line in block.lines if line[:1].strip() and line.split()[0] in ("python", "make", "pip")]
+        assert block.language in SHELL or not starts, f"commands in a block of {block.language}: {starts}"
+        assert block.language is not None or all(is_program(command) for _, command in joined(block)), block
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_blocks_say_what_they_are(page: Path) -> None:
-    """An indented block is shell; a block in another language has no commands."""
-    assert [*unfenced(page.read_text())] == []
-
-
-def test_there_are_as_many_as_one_sees() -> None:
-    """The pages that everybody reads first, counted another way: lines of theirs that begin with python or make."""
-    for name in (
-        "README.md",
-        "docs/running/engines.md",
-        "docs/install.md",
-        "docs/monitoring/evaluation.md",
-        "docs/rewards/score.md",
-    ):
-        seen = [line.strip() for line in (ROOT / name).read_text().splitlines()]
-        seen = [line for line in seen if line.startswith(("python -m ", "python tools/", "make ", "pip install "))]
-        assert len(seen) >= 2
-        texts = [each.text for each in commands(ROOT / name)]
-        assert all(any(text.startswith(line.rstrip(" \\|")) for text in texts) for line in seen), name
-
-
-def test_what_is_named_in_the_tables_exists() -> None:
-    assert {*SLOW} <= {*FIRST}
-    assert all((ROOT / name).exists() for name in (*rules.TOOLS, *rules.BROWSER))
-    assert all(why for _, why in foreign.FOREIGN.values())
+def test_the_commands_in_the_heads_of_gin_files_launchers_and_tools_are_taken() -> None:
+    found = [each for path in HEADS for each in head_commands(path)]
+    for each in found:
+        check(each.text)
+    runs = [path for path in GIN if path.parent.name == "run" or path.name == "run.gin"]
+    with_head = {each.page for each in found}
+    assert not [name for path in (*runs, *SCRIPTS) if (name := str(path.relative_to(ROOT))) not in with_head]
 
 
 words = st.text("abc./-", min_size=1, max_size=6).filter(lambda word: word.strip("./-") and word not in ("-m", "-c"))
@@ -147,34 +165,82 @@ words = st.text("abc./-", min_size=1, max_size=6).filter(lambda word: word.strip
 def test_a_command_is_found_wherever_it_stands(
     tmp_path_factory: pytest.TempPathFactory, given_words: list[str], form: str
 ) -> None:
-    said = " ".join(["python", *given_words])
+    command = " ".join(["python", *given_words])
     page = tmp_path_factory.getbasetemp() / "page.md"
-    page.write_text(f"Title\n\n{form.format(said)}\nEnd.\n")
-    assert [each.text for each in commands(page)] == [said]
-    page.write_text(f"Title\n\n```gin\n{said}\n```\n")
-    assert commands(page) == []
-    assert [line for _, line in unfenced(page.read_text())] == [said]
+    page.write_text(f"Title\n\n{form.format(command)}\nEnd.\n")
+    assert [each.text for each in commands(page)] == [command]
 
 
 @pytest.mark.parametrize(
-    ("said", "complaint"),
+    "text",
     [
-        ("trainer --go", "no rule for trainer"),
-        ("python tools/no_such.py", "expected a file that there is"),
-        ("python -m no_such", "no rule for python -m no_such"),
-        ("python -m grpo_fn.run --gin_flie run/arithmetic.gin", "ended with 2"),
-        ("python -m grpo_fn.run --gin_file run/no_such.gin", "ended with 2"),
-        ("python -m grpo_fn.lab.sweep --out x --girds SEED=0", "ended with 2"),
-        ("pip install -e '.[no_such]'", "expected extras of"),
-        ("pip install 'torch==1.0.*'", "expected torch"),
-        ("kubectl apply -f tools/launch/no_such.yaml", "no_such"),
-        ("python tools/bench --no_such", "ended with 2"),
+        "trainer --go",
+        "python tools/no_such.py",
+        "python -m grpo_fn.run --gin_flie run/arithmetic.gin",
+        "python -m grpo_fn.run --gin_file run/no_such.gin",
+        "python -m grpo_fn.run --gin_file run/arithmetic.gin --gin_param sections.Sampling.temperatur=1.0",
+        "python -m grpo_fn.lab.sweep --out x --girds SEED=0",
+        "tools/launch/torchrun.sh --gin_file run/no_such.gin",
+        "pip install -e '.[no_such]'",
+        "pip install 'torch==1.0.*'",
+        "kubectl apply -f tools/launch/no_such.yaml",
+        "python tools/bench --no_such",
+        "make no_such",
     ],
 )
-@pytest.mark.xdist_group("commands")
-def test_a_wrong_command_is_found(said: str, complaint: str, things: Things, tmp_path: Path) -> None:
-    (tmp_path / "notes").mkdir()
-    place = rules.Place(desk.desk(things, tmp_path / "desk", said), things, tmp_path / "notes")
-    with pytest.raises((AssertionError, OSError)) as raised:
-        rules.do(said, place)
-    assert complaint in str(raised.value)
+def test_a_wrong_command_is_refused(text: str) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        check(text)
+
+
+# -- run as they stand
+
+
+def execute(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """A line of a shell, with this Python first on the PATH; it has to end well."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), env["PATH"]))
+    done = subprocess.run(["bash", "-c", text], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{text}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a reader who has done all that the tutorial says."""
+    folder, text = tmp_path_factory.mktemp("tutorial"), (ROOT / "docs" / "tutorial.md").read_text()
+    (folder / "tools").symlink_to(ROOT / "tools")
+    for name, source in re.findall(r"this in `(\w+\.\w+)`\n\n```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        (folder / name).write_text(source)
+    for each in commands(ROOT / "docs" / "tutorial.md"):
+        if not each.text.startswith("tensorboard"):
+            execute(folder, each.text)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_as_it_stands(tutorial: Path) -> None:
+    assert (tutorial / "runs" / "mine" / "model" / "config.json").exists()
+    assert (tutorial / "signal.html").read_text().startswith("<!doctype html>")
+
+
+FINISHED = [
+    "python -m grpo_fn.score --reward math < rows.jsonl | "
+    "python -m grpo_fn.score --reward lenient --field_suffix _lenient > both.jsonl",
+    "python -m grpo_fn.lab.report A B",
+    "python -m grpo_fn.lab.compare A B",
+    "python -m grpo_fn.replay RUN --step N --override 'losses.clipped_ratio.clip_high=0.28'",
+    "python tools/export.py RUN OUT",
+    'python -c "from grpo_fn.algo import advantage; help(advantage.group_normalized)"',
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", FINISHED, ids=range(len(FINISHED)))
+def test_what_looks_at_a_finished_run_does_so_as_a_page_says(text: str, tutorial: Path) -> None:
+    assert text in {each.text for page in pages() for each in commands(page)}
+    for name in ("RUN", "A", "B"):
+        if not (tutorial / name).exists():
+            shutil.copytree(tutorial / "runs" / "mine", tutorial / name)
+    (tutorial / "rows.jsonl").write_text('{"completion": "\\\\boxed{7}", "answer": "7"}\n')
+    execute(tutorial, re.sub(r"\bN\b", "2", text))
