@@ -280,9 +280,13 @@ def training_sampler(
         max_positions=positions(checked.config),
         dtype=checked.dtype,
     )
+    if settings.sampling.max_staleness == 0:
+        return DataParallelSampler(engine, world, probe)
     return AsyncSampler(
-        DataParallelSampler(engine, world, probe),
-        partial(train_problems, task, prng.fold_in(key, DATA)),
+        engine,
+        world,
+        probe,
+        stream=partial(train_problems, task, prng.fold_in(key, DATA)),
         max_staleness=settings.sampling.max_staleness,
         deadline=settings.parallelism.collective_timeout * 5 / 6,  # before the other ranks give up
     )

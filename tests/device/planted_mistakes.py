@@ -29,7 +29,7 @@ from device_shapes import TOY, Work, folder
 
 from grpo_fn.core import prng
 from grpo_fn.shell.model import attention, logprob_model
-from grpo_fn.shell.sampler.local import cuda_steps, decode_step, kv_cache, local_sampler
+from grpo_fn.shell.sampler.local import cuda_steps, decode_step, local_sampler
 
 ASKED = Work(2, 3, 5, 14)
 WAITS = Counter(generate=48, score=5, train=118)  # for the device in a step of a toy, at most
@@ -86,7 +86,7 @@ def moved_weights(setting: Setting) -> None:
     sampler, fresh = make(), make()
     for _ in range(2):  # the second use of a shape is captured
         sample(sampler, work=ASKED)
-    require(len(sampler.shared.engine.run.replays) > 0, "got no graphs")
+    require(len(sampler.shared.engine.graphs.replays) > 0, "got no graphs")
     kept = [p.data for p in sampler.model.parameters()]  # or the new ones might take their place
     for p in sampler.model.parameters():
         p.data = p.data * 2.0
@@ -170,9 +170,9 @@ MISTAKES = [
     Mistake(
         "a mask on the CPU",
         decoding_in_products,
-        [(kv_cache.DecodeAttention, "mask", lambda mask: lambda self, *args: mask(self, *args).cpu())],
+        [(decode_step.DecodeAttention, "mask", lambda mask: lambda self, *args: mask(self, *args).cpu())],
     ),
-    Mistake("memory that nothing has written", decoding_in_products, [(kv_cache.KVCache, "of", unwritten)]),
+    Mistake("memory that nothing has written", decoding_in_products, [(decode_step.KVCache, "of", unwritten)]),
     Mistake(
         "seats that a replay does not see",
         other_seats,

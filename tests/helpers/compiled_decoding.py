@@ -16,7 +16,6 @@ from test_local_sampler import CHOICES, KEY, completions, problems
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model.blocks import recompilations
 from grpo_fn.shell.sampler.local.cuda_steps import compile_decode_parts
-from grpo_fn.shell.sampler.local.decode_step import Eager
 from grpo_fn.shell.sampler.local.joined_projections import joined_model
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 
@@ -30,7 +29,7 @@ def compared(name: str, choice: str, asked: int) -> dict[str, list]:
     before = recompilations().built
     s = replace(family(name, max_rows=7), token_sampler=CHOICES[choice])
     module = copy.deepcopy(s.model)
-    made = held(module, Eager())  # asks the model as it is written whether it is fit, and compiles then, as samplers do
+    made = held(module)  # asks the model as it is written whether it is fit, and compiles then, as samplers do
     made.engine.step_model = joined_model(module)
     made.engine.code = compile_decode_parts(made.engine.step_model)
     other = LocalSampler(**{**vars(s), "model": module, "shared": made})

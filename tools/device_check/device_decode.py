@@ -18,8 +18,7 @@ from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.sampler.interface import SamplerContext
-from grpo_fn.shell.sampler.local.cuda_steps import GraphCache
-from grpo_fn.shell.sampler.local.decode_step import DecodeEngine, Eager
+from grpo_fn.shell.sampler.local.decode_step import DecodeEngine
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.shell.world import alone, find_device
 
@@ -91,7 +90,7 @@ def drawn(setting: Setting, model: str, dtype: torch.dtype, work: Work) -> Drawn
     usual = local(context(setting, model, dtype), work)
     rollout, again = draw(usual), draw(usual)
     require(usual.shared.engine is not None, "got a sampler that decodes without slots")
-    captured = isinstance(usual.shared.engine.run, GraphCache)
+    captured = usual.shared.engine.graphs is not None
     require(captured == (setting.device == "cuda"), "got a sampler that captures no graphs on CUDA")
     plain = uncached(usual.model, rollout)
     u = uniform(rollout, work)
@@ -105,7 +104,7 @@ def drawn(setting: Setting, model: str, dtype: torch.dtype, work: Work) -> Drawn
         without=in_common(rollout, draw(without_graphs(usual))),
         fewer=in_common(rollout, draw(replace(usual, max_rows=max(2, work.rows // 4), shared=SharedDecoder()))),
         ended=1 - float(rollout.truncated.float().mean()),
-        graphs=len(usual.shared.engine.run.replays) if captured else 0,
+        graphs=len(usual.shared.engine.graphs.replays) if captured else 0,
     )
 
 
@@ -120,7 +119,7 @@ def without_graphs(sampler: LocalSampler) -> LocalSampler:
     usual = sampler.shared.engine
     held.model, held.engine = (
         sampler.model,
-        DecodeEngine(sampler.model, sizes=usual.sizes, run=Eager(), code=usual.code, step_model=usual.step_model),
+        DecodeEngine(sampler.model, sizes=usual.sizes, code=usual.code, step_model=usual.step_model),
     )
     return replace(sampler, shared=held)
 

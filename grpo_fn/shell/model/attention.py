@@ -4,7 +4,7 @@ The stream holds what predicts a sampled token, or is seen by what does, and not
 time never notices; attention gets the rows' layout, which travels with the model's call.
 
 Transformers looks attention up by the name in a model's config. `install` gives the model a name of ours under which a
-call with a `layout` is computed as that says (`PackedAttention` in training, `kv_cache.DecodeAttention` while
+call with a `layout` is computed as that says (`PackedAttention` in training, `decode_step.DecodeAttention` while
 decoding), and any other by what stood there before. The name stays for good: a block that is computed again in the
 backward pass looks it up again.
 """

@@ -2,8 +2,7 @@
 
 The requests of a run are known in advance: one after another, the next so many problems of the stream. A batch begun
 under weights of version w (`load` makes a new one, once a step) and used under version v is v - w versions stale, at
-most `max_staleness`; groups that `group_sampling.dynamic` lets wait are a version older still. 0 overlaps nothing and
-is `DataParallelSampler`, call by call.
+most `max_staleness`; groups that `group_sampling.dynamic` lets wait are a version older still.
 
 Mostly completions end with the weights they began with (servers paused in mode "wait"): `load` waits for all that was
 begun, every token is a function of (version at the start, prompt, key, uid, g), and resume and replay are as exact as
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 from threading import TIMEOUT_MAX
 from typing import Any, NamedTuple
 
@@ -33,14 +31,11 @@ from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.sampler.interface import DataParallelSampler, EngineSampler, engine_share, gather_rollouts
 from grpo_fn.shell.world import World
 
-# -- a batch that a thread samples
-
-
-Draw = Callable[[], Rollout | None]
+Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
 
 
 class RequestKey(NamedTuple):
-    """What was asked for. Equal requests under equal weights bring equal completions."""
+    """A request. Equal ones under equal weights bring equal completions."""
 
     problems: tuple[tuple[int, str], ...]  # uid and prompt of each
     group_size: int
@@ -56,9 +51,9 @@ class PendingBatch:
 
     request: RequestKey
     version: int  # of the weights when it was begun
-    part: Future[Rollout | None] | None  # this rank's rows, if it has a share; None where all was here from the start
-    worker: BackgroundWorker | None  # that samples it; None likewise
-    whole: Rollout | None  # all ranks' rows, once they have exchanged
+    part: Future[Rollout | None] | None = None  # this rank's rows, if it has a share; None for a batch that was drained
+    worker: BackgroundWorker | None = None  # the thread that samples it; None likewise
+    whole: Rollout | None = None  # all ranks' rows, once they have exchanged
 
 
 def request_key(problems: Sequence[Problem], group_size: int, key: Tensor) -> RequestKey:
@@ -66,56 +61,7 @@ def request_key(problems: Sequence[Problem], group_size: int, key: Tensor) -> Re
     return RequestKey(tuple((p.uid, p.prompt) for p in problems), group_size, tuple(key.tolist()))
 
 
-def start_sampling(request: RequestKey, version: int, draw: Draw, device: torch.device) -> PendingBatch:
-    """Call `draw` in a thread of its own, which ends with it; what it raises is kept in `part`."""
-    worker = BackgroundWorker("ahead", timeout=None)
-    part = worker.submit(_draw_on, device, draw, what=f"sampling {request}")
-    worker.shutdown(wait=False)
-    return PendingBatch(request, version, part, worker, None)
-
-
-def pack_batch(request: RequestKey, age: int, rollout: Rollout) -> dict[str, Any]:
-    """A whole batch, `age` versions after it was begun, as containers of numbers, strings and tensors."""
-    return {
-        "asked": [[uid, prompt] for uid, prompt in request.problems],  # the name that checkpoints have
-        "group_size": request.group_size,
-        "key": [*request.key],
-        "age": age,
-        "rollout": pack_rollout(rollout),
-    }
-
-
-def unpack_batch(batch: Mapping[str, Any], version: int, device: torch.device) -> PendingBatch:
-    """The inverse of `pack_batch`, under weights that count as `version`."""
-    problems = tuple((uid, prompt) for uid, prompt in batch["asked"])
-    request = RequestKey(problems, batch["group_size"], tuple(batch["key"]))
-    fields = tree_map_only(Tensor, lambda x: x.to(device), batch["rollout"])
-    return PendingBatch(request, version - batch["age"], None, None, unpack_rollout(fields))
-
-
-def _draw_on(device: torch.device, draw: Draw) -> Rollout | None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # every thread has a current one of its own
-    return draw()
-
-
-COMPLAINTS = 8  # kept until they are logged
-
-Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
-
-
-def check_staleness(max_staleness: int, sampler: EngineSampler) -> None:
-    """Raise ValueError unless it is an integer from 0, and 0 where the sampler cannot sample during training."""
-    if type(max_staleness) is not int or max_staleness < 0:
-        raise ValueError(f"max_staleness: got {max_staleness!r}, expected 0 or a positive integer")
-    if max_staleness and not sampler.overlaps:
-        raise ValueError(
-            f"max_staleness: got {max_staleness} with {type(sampler).__name__}, which samples on the device that "
-            "trains, expected 0, or an engine with devices of its own (dedicated servers)"
-        )
-
-
-class AsyncSampler:
+class AsyncSampler(DataParallelSampler):
     """A `DataParallelSampler` that works ahead by `max_staleness` batches of the stream; every rank has one.
 
     `deadline` is how many seconds a step may wait for a batch. A request that is not the predicted one (another group
@@ -123,37 +69,39 @@ class AsyncSampler:
     goes wrong in a thread is raised when its batch is collected, on all ranks.
     """
 
-    def __init__(self, spread: DataParallelSampler, stream: Stream, *, max_staleness: int, deadline: float) -> None:
-        check_staleness(max_staleness, spread.sampler)
+    def __init__(
+        self,
+        sampler: EngineSampler,
+        world: World,
+        probe: Callable[[DataParallelSampler, Policy], dict[str, float]] | None = None,
+        *,
+        stream: Stream,
+        max_staleness: int,
+        deadline: float,
+    ) -> None:
+        if type(max_staleness) is not int or max_staleness < 1:
+            raise ValueError(f"max_staleness: got {max_staleness!r}, expected 0 or a positive integer")
+        if not sampler.overlaps:
+            raise ValueError(
+                f"max_staleness: got {max_staleness} with {type(sampler).__name__}, which samples on the device that "
+                "trains, expected 0, or an engine with devices of its own (dedicated servers)"
+            )
         if not 0 < deadline <= TIMEOUT_MAX:
             raise ValueError(f"deadline: got {deadline} s, expected more than 0 and at most {TIMEOUT_MAX:g}")
-        if max_staleness and spread.world.size > 1 and deadline >= spread.world.deadline:
+        if world.size > 1 and deadline >= world.deadline:
             raise ValueError(
-                f"deadline: got {deadline:g} s to wait for completions, expected less than the "
-                f"{spread.world.deadline:g} s that ranks wait for one another (mesh.Parallelism.collective_timeout)"
+                f"deadline: got {deadline:g} s to wait for completions, expected less than the {world.deadline:g} s "
+                "that ranks wait for one another (mesh.Parallelism.collective_timeout)"
             )
-        self.spread, self.stream = spread, stream
-        self.max_staleness, self.deadline = max_staleness, deadline
+        super().__init__(sampler, world, probe)
+        self.stream, self.max_staleness, self.deadline = stream, max_staleness, deadline
         self.version = 0  # how many times weights were loaded
-        self.complaints: list[str] = []
         self._queue: deque[PendingBatch] = deque()  # in the order of the stream
-        self._ages: list[int] = []  # of the batches that were used since the last figures
-        self._waited = 0.0
-
-    @property
-    def sampler(self) -> EngineSampler:
-        """Of this rank."""
-        return self.spread.sampler
-
-    @property
-    def world(self) -> World:
-        """The ranks that share the work."""
-        return self.spread.world
 
     @property
     def repeatable(self) -> bool:
         """Whether the same run brings the same tokens."""
-        return self.sampler.repeatable and not (self.max_staleness and self.sampler.mixes)
+        return self.sampler.repeatable and not self.sampler.mixes
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """As the sampler's own, once this batch and the next `max_staleness` are under way.
@@ -162,29 +110,29 @@ class AsyncSampler:
         RuntimeError when it is staler than allowed: weights were loaded between which nothing was sampled.
         """
         start = time.monotonic()
-        if self.max_staleness:
-            self._line_up(problems, group_size, key)
-            head = self._queue.popleft()
-            age = self._age(head)
-            rollout = self._whole(head)
-        else:
-            age, rollout = 0, self.spread.sample(problems, group_size, key=key)
+        self._line_up(problems, group_size, key)
+        batch = self._queue.popleft()
+        age = self.version - batch.version
+        if age > self.max_staleness:
+            raise RuntimeError(
+                f"got {batch.request} sampled {age} versions of the weights ago, expected at most max_staleness "
+                f"{self.max_staleness}: weights were loaded between which nothing was sampled"
+            )
+        rollout = self._whole(batch)
         self._ages.append(age)
         self._waited += time.monotonic() - start
         return rollout
 
     def load(self, policy: Policy) -> None:
         """As the sampler's own: a new version. Unless the engine mixes versions, once all that was begun is done."""
-        if self.max_staleness and not self.sampler.mixes:
+        if not self.sampler.mixes:
             finished = partial(self._wait_for, self._queue)
             self.world.together(finished, what="completions that are under way before new weights come")
-        self.spread.load(policy)
+        super().load(policy)
         self.version += 1
 
     def rest(self) -> None:
-        """As the sampler's own, unless it is at work during the training."""
-        if not self.max_staleness:
-            self.spread.rest()
+        """Nothing: the sampler is at work during the training."""
 
     def drain(self) -> list[dict[str, Any]]:
         """All that was begun, once it is done, as containers of numbers, strings and tensors; it stays in the queue.
@@ -192,7 +140,16 @@ class AsyncSampler:
         Whole batches, so that another number of ranks can go on with them. Every rank has to take part; raises as
         `sample` does.
         """
-        return [pack_batch(batch.request, self.version - batch.version, self._whole(batch)) for batch in self._queue]
+        return [
+            {
+                "asked": [[uid, prompt] for uid, prompt in batch.request.problems],  # the name that checkpoints have
+                "group_size": batch.request.group_size,
+                "key": [*batch.request.key],
+                "age": self.version - batch.version,
+                "rollout": pack_rollout(self._whole(batch)),
+            }
+            for batch in self._queue
+        ]
 
     def refill(self, drained: Sequence[Mapping[str, Any]]) -> None:
         """Take back what was drained, after the `load` of the weights that were current then.
@@ -205,44 +162,26 @@ class AsyncSampler:
                 f"got batches to go on with after {self.version} loads and with {len(self._queue)} under way, expected "
                 "them after the first load, before anything is sampled"
             )
-        ages = [batch["age"] for batch in drained]
-        if any(age + place > self.max_staleness for place, age in enumerate(ages)):  # one batch a version, at least
-            self._complain(
-                f"dropped {len(ages)} batches sampled ahead: got some of {ages} versions ago, the first to be used "
-                f"first, expected none that gets over max_staleness {self.max_staleness}"
-            )
+        if self.drop_drained(drained):
             return
-        self._queue.extend(unpack_batch(batch, self.version, self.world.device) for batch in drained)
-
-    def figures(self) -> dict[str, float]:
-        """Messages since the last call, the sampler's own included.
-
-        `generation/staleness` and `generation/staleness_max` of the batches that were used, in versions, and
-        `generation/wait_seconds`, for which the steps waited for them.
-        """
-        ages, waited = self._ages, self._waited
-        self._ages, self._waited = [], 0.0
-        stale = {"generation/staleness": fmean(ages), "generation/staleness_max": float(max(ages))} if ages else {}
-        return {**self.spread.figures(), **stale, "generation/wait_seconds": waited}
-
-    def messages(self) -> list[str]:
-        """What there is to say to people since it was last asked, the sampler's own included."""
-        messages = [*self.complaints, *self.sampler.complaints]
-        self.complaints.clear()
-        self.sampler.complaints.clear()
-        return messages
+        for batch in drained:
+            problems = tuple((uid, prompt) for uid, prompt in batch["asked"])
+            request = RequestKey(problems, batch["group_size"], tuple(batch["key"]))
+            fields = tree_map_only(Tensor, lambda x: x.to(self.world.device), batch["rollout"])
+            version = self.version - batch["age"]
+            self._queue.append(PendingBatch(request, version, whole=unpack_rollout(fields)))
 
     def close(self) -> None:
         """Abandon what is under way; its threads end with the sampler's requests, or with the process."""
         self._queue.clear()
-        self.spread.close()
+        super().close()
 
     def _line_up(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> None:
-        """See to it that this batch stands first in the queue, and the next ones of the stream behind it."""
+        """Put this batch first in the queue, and the next ones of the stream behind it."""
         request = request_key(problems, group_size, key)
         if self._queue and (head := self._queue[0].request) != request:
             how = ", with other prompts or another key" if str(head) == str(request) else ""
-            self._complain(f"dropped {len(self._queue)} batches sampled ahead: got {request}{how}, expected {head}")
+            self.complain(f"dropped {len(self._queue)} batches sampled ahead: got {request}{how}, expected {head}")
             self._queue.clear()
         if not self._queue:
             self._queue.append(self._start(problems, group_size, key))
@@ -251,19 +190,19 @@ class AsyncSampler:
             self._queue.append(self._start(self.stream(last + 1, len(problems)), group_size, key))
 
     def _start(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> PendingBatch:
-        """Sample this rank's share in a thread."""
+        """Sample this rank's share in a thread of its own, which ends with it; what it raises is kept in `part`."""
         share = engine_share(problems, self.sampler, self.world)
-        draw = partial(self.sampler.sample, share, group_size, key=key) if share else lambda: None
-        return start_sampling(request_key(problems, group_size, key), self.version, draw, self.world.device)
+        request, device = request_key(problems, group_size, key), self.world.device
 
-    def _age(self, batch: PendingBatch) -> int:
-        age = self.version - batch.version
-        if age > self.max_staleness:
-            raise RuntimeError(
-                f"got {batch.request} sampled {age} versions of the weights ago, expected at most max_staleness "
-                f"{self.max_staleness}: weights were loaded between which nothing was sampled"
-            )
-        return age
+        def sample_share() -> Rollout | None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # every thread has a current one of its own
+            return self.sampler.sample(share, group_size, key=key) if share else None
+
+        worker = BackgroundWorker("ahead", timeout=None)
+        part = worker.submit(sample_share, what=f"sampling {request}")
+        worker.shutdown(wait=False)
+        return PendingBatch(request, self.version, part, worker)
 
     def _whole(self, batch: PendingBatch) -> Rollout:
         """All ranks' rows of it."""
@@ -289,7 +228,3 @@ class AsyncSampler:
                 error = batch.worker.overdue(self.deadline)
                 error.add_note(f"begun {self.version - batch.version} versions ago: is the engine alive?")
                 raise error
-
-    def _complain(self, text: str) -> None:
-        if len(self.complaints) < COMPLAINTS:
-            self.complaints.append(text)

@@ -1,8 +1,10 @@
 """What samplers are made from and make, and `DataParallelSampler`, which shares sampling among ranks."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -241,6 +243,8 @@ def smallest_limit(*limits: int | None) -> int | None:
 
 T = TypeVar("T")
 
+COMPLAINTS = 8  # kept until they are logged
+
 
 def rank_share(items: int, rank: int, size: int) -> slice:
     """The items of a rank: in order, and as evenly as can be."""
@@ -259,29 +263,46 @@ def gather_rollouts(rollout: Rollout | None, sampler: EngineSampler, world: Worl
     return concat_rollouts([part for part in parts if part is not None])
 
 
-@dataclass(frozen=True)
 class DataParallelSampler:
     """A sampler of which every rank has one: each samples its share of the problems, and all see every row.
 
-    A row depends on (weights, prompt, key, uid, g) alone, so it does not matter which rank samples it. `probe` is asked
-    after every `load` whether sampler and policy agree; what it finds is among the figures.
+    A row depends on (weights, prompt, key, uid, g) alone, so it does not matter which rank samples it. `probe` is
+    called after every `load` with this sampler and the policy; what it finds is among the figures.
     """
 
-    sampler: EngineSampler
-    world: World
-    probe: Callable[["DataParallelSampler", Policy], dict[str, float]] | None = None
-    _probe_figures: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
+    max_staleness = 0  # batches sampled ahead: `AsyncSampler`
+
+    def __init__(
+        self,
+        sampler: EngineSampler,
+        world: World,
+        probe: Callable[["DataParallelSampler", Policy], dict[str, float]] | None = None,
+    ) -> None:
+        self.sampler, self.world, self.probe = sampler, world, probe
+        self.complaints: list[str] = []
+        self._probe_figures: dict[str, float] = {}
+        self._ages: list[int] = []  # in versions of the weights, of the batches since the last figures
+        self._waited = 0.0  # seconds that steps waited for them
 
     @property
     def engines(self) -> int:
         """How many there are."""
         return self.world.size // self.sampler.ranks
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same run brings the same tokens."""
+        return self.sampler.repeatable
+
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """As the sampler's own."""
+        start = time.monotonic()
         share = engine_share(problems, self.sampler, self.world)
         rollout = self.sampler.sample(share, group_size, key=key) if share else None
-        return gather_rollouts(rollout, self.sampler, self.world)
+        whole = gather_rollouts(rollout, self.sampler, self.world)
+        self._ages.append(0)
+        self._waited += time.monotonic() - start
+        return whole
 
     def load(self, policy: Policy) -> None:
         """As the sampler's own; every rank takes part."""
@@ -293,11 +314,51 @@ class DataParallelSampler:
         """As the sampler's own."""
         self.sampler.rest()
 
+    def drain(self) -> list[dict[str, Any]]:
+        """Batches sampled ahead: none."""
+        return []
+
+    def refill(self, drained: Sequence[Mapping[str, Any]]) -> None:
+        """Take back what a run with staleness drained: it is dropped, and complained of."""
+        self.drop_drained(drained)
+
+    def drop_drained(self, drained: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether drained batches get too stale before they are used, and are dropped; then it is complained of."""
+        ages = [batch["age"] for batch in drained]
+        too_stale = any(
+            age + place > self.max_staleness for place, age in enumerate(ages)
+        )  # a batch a version, at least
+        if too_stale:
+            self.complain(
+                f"dropped {len(ages)} batches sampled ahead: got some of {ages} versions ago, the first to be used "
+                f"first, expected none that gets over max_staleness {self.max_staleness}"
+            )
+        return too_stale
+
     def figures(self) -> dict[str, float]:
-        """Messages since the last call."""
-        figures = {**self._probe_figures, **self.sampler.figures()}
-        self._probe_figures.clear()
+        """Metrics since the last call, the sampler's own included.
+
+        `generation/staleness` and `generation/staleness_max` of the batches that were used, in versions, and
+        `generation/wait_seconds`, for which the steps waited for them.
+        """
+        ages = self._ages
+        stale = {"generation/staleness": fmean(ages), "generation/staleness_max": float(max(ages))} if ages else {}
+        own = {**self._probe_figures, **self.sampler.figures()}
+        figures = {**own, **stale, "generation/wait_seconds": self._waited}
+        self._probe_figures, self._ages, self._waited = {}, [], 0.0
         return figures
+
+    def messages(self) -> list[str]:
+        """Lines for the log since the last call, the sampler's own included."""
+        messages = [*self.complaints, *self.sampler.complaints]
+        self.complaints.clear()
+        self.sampler.complaints.clear()
+        return messages
+
+    def complain(self, text: str) -> None:
+        """Keep a line for the log, up to a limit."""
+        if len(self.complaints) < COMPLAINTS:
+            self.complaints.append(text)
 
     def close(self) -> None:
         """As the sampler's own."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -14,33 +15,30 @@ import torch
 from fakes import VOCABULARY, qwen2_tied
 from families import FAMILIES
 from hypothesis import given, settings
-from test_local_sampler import CHOICES, EOS, KEY, alone, completions, problems, sampler
+from test_local_sampler import CHOICES, EOS, KEY, assert_as_alone, completions, problems, sampler
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
-from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, DynamicCache, GptOssConfig, GptOssForCausalLM
 
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.reward_workers.reward_pool import ScoringInterrupted
-from grpo_fn.shell.sampler.local import continuous_batching, kv_cache
+from grpo_fn.shell.sampler.local import decode_step, hf_cache_decode, local_sampler
 from grpo_fn.shell.sampler.local.cuda_steps import (
     GraphCache,
     buffer_size,
-    captured_sizes,
     compile_decode_parts,
     graph_size,
 )
 from grpo_fn.shell.sampler.local.decode_step import (
     EAGER_CODE,
     DecodeEngine,
-    Eager,
     Sizes,
     StepCode,
     decoding_unsupported_reason,
     exact_size,
+    group_rows,
 )
-from grpo_fn.shell.sampler.local.kv_cache import group_rows
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 
 EXAMPLES = settings.default.max_examples
@@ -51,25 +49,12 @@ CPU = torch.device("cpu")
 SMALL = Sizes(partial(graph_size, least=1), partial(graph_size, least=4), buffer_size, 3)
 
 
-def held(
-    module: nn.Module, run: Eager | GraphCache, sizes: Sizes = SMALL, code: StepCode = EAGER_CODE
-) -> SharedDecoder:
+def held(module: nn.Module, graphs: GraphCache | None = None, code: StepCode = EAGER_CODE) -> SharedDecoder:
     """Decodes in a way that is not this machine's own."""
     made = SharedDecoder()
     assert decoding_unsupported_reason(module, CPU) is None
-    made.model, made.engine = module, DecodeEngine(module, sizes=sizes, run=run, code=code)
+    made.model, made.engine = module, DecodeEngine(module, sizes=SMALL, graphs=graphs, code=code)
     return made
-
-
-def assert_as_alone(s: LocalSampler, texts: list[str], rollout: Rollout) -> None:
-    group_size = len(rollout.tokens) // len(texts)
-    for b, tokens in enumerate(completions(rollout)):
-        p, g = divmod(b, group_size)
-        expected, logps, truncated = alone(s, texts[p], 100 + p, g)
-        assert tokens == expected
-        assert bool(rollout.truncated[b]) is truncated
-        got = rollout.logp_sampled[b][rollout.mask[b]]
-        torch.testing.assert_close(got, torch.tensor(logps), rtol=0, atol=1e-4)
 
 
 @lru_cache(maxsize=16)
@@ -95,10 +80,10 @@ def test_rows_that_come_when_others_have_ended_are_the_plain_loops(name: str) ->
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_rows_that_have_drawn_far_more_attend_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever rows are not all alike, which here are too few for it to pay."""
-    monkeypatch.setattr(continuous_batching, "shorter_columns", lambda drawn: int(drawn.median()))
+    monkeypatch.setattr(local_sampler, "shorter_columns", lambda drawn: int(drawn.median()))
     apart, advance = [], DecodeEngine.advance
 
-    def watched(self: DecodeEngine, *step, long: kv_cache.LongRows | None, **how) -> None:
+    def watched(self: DecodeEngine, *step, long: decode_step.LongRows | None, **how) -> None:
         apart.append(0 if long is None else len(long.number))
         advance(self, *step, long=long, **how)
 
@@ -110,11 +95,11 @@ def test_rows_that_have_drawn_far_more_attend_apart(name: str, monkeypatch: pyte
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=60))
 def test_a_second_computation_is_the_cheapest_split_or_none(drawn: list[int]) -> None:
-    found, longest = kv_cache.shorter_columns(torch.tensor(drawn)), max(drawn)
-    costs = {c: len(drawn) * c + kv_cache.GATHERED * longest * sum(n > c for n in drawn) for c in drawn}
+    found, longest = decode_step.shorter_columns(torch.tensor(drawn)), max(drawn)
+    costs = {c: len(drawn) * c + decode_step.GATHERED * longest * sum(n > c for n in drawn) for c in drawn}
     saved = costs[longest] - min(costs.values())
     assert found == longest or costs[found] == min(costs.values())
-    assert (found < longest) is (saved > max(kv_cache.SPARED, costs[longest] // 4))
+    assert (found < longest) is (saved > max(decode_step.SPARED, costs[longest] // 4))
 
 
 @COSTLY
@@ -231,7 +216,7 @@ def test_what_cannot_be_compiled_is_decoded_as_written_and_said_so(monkeypatch: 
     module.load_state_dict(s.model.state_dict())
     module.generation_config = s.model.generation_config
     made = compile_decode_parts(module)
-    other = LocalSampler(**{**vars(s), "model": module, "shared": held(module, Eager(), code=made)})
+    other = LocalSampler(**{**vars(s), "model": module, "shared": held(module, code=made)})
     with pytest.warns(RuntimeWarning, match="runs as written, not compiled: NoCompiler, no compiler found$"):
         got = other.sample(problems(TEXTS), 2, key=KEY)
     assert torch.equal(got.tokens, s.sample(problems(TEXTS), 2, key=KEY).tokens)
@@ -244,15 +229,6 @@ def test_sizes_are_few_and_not_much_larger_than_asked_for(n: int, least: int) ->
     assert graph_size(size, least=least) == size
     assert n <= buffer_size(n) <= 1.5 * n
     assert buffer_size(buffer_size(n)) == buffer_size(n)
-
-
-def test_there_are_few_sizes() -> None:
-    assert len({graph_size(n, least=1) for n in range(1, 1025)}) == 11
-    assert sorted({graph_size(n, least=64) for n in range(1, 500)}) == [64, 128, 256, 512]
-    assert sorted({buffer_size(n) for n in range(1, 14)}) == [1, 2, 3, 4, 6, 8, 12, 16]
-    for split_kv in (True, False):
-        captured = captured_sizes(split_kv=split_kv)
-        assert sorted({captured.rows(n) for n in range(1, 40)}) == [8, 16, 32, 64]
 
 
 # -- lanes
@@ -296,8 +272,7 @@ def test_no_more_is_held_than_the_rows_at_once_need() -> None:
 # -- rows that are reported
 
 
-@pytest.mark.parametrize("max_rows", [3, 64])
-@pytest.mark.parametrize("fit", [True, False])
+@pytest.mark.parametrize(("max_rows", "fit"), [(3, True), (3, False), (64, True)])
 def test_every_row_is_reported_once_as_the_rollout_has_it(max_rows: int, fit: bool) -> None:
     reported: dict[tuple[int, Completion], int] = {}
 
@@ -378,9 +353,8 @@ def test_a_model_that_attends_in_its_own_way_is_decoded_with_its_own_cache(made:
     assert_as_alone(s, TEXTS, rollout)
 
 
-@pytest.mark.parametrize("name", list(CHOICES))
-def test_the_cache_that_grows_and_the_slots_draw_the_same(name: str) -> None:
-    s = sampler(token_sampler=CHOICES[name], max_rows=5, stop=("a", "7"))
+def test_the_cache_that_grows_and_the_slots_draw_the_same() -> None:
+    s = sampler(token_sampler=CHOICES["nucleus"], max_rows=5, stop=("a", "7"))
     other = LocalSampler(**{**vars(s), "shared": SharedDecoder()})
     other.shared.model = s.model
     got, expected = (x.sample(problems(TEXTS), 3, key=KEY) for x in (s, other))
@@ -389,6 +363,39 @@ def test_the_cache_that_grows_and_the_slots_draw_the_same(name: str) -> None:
     assert completions(got) == completions(expected)
     assert torch.equal(got.truncated, expected.truncated)
     torch.testing.assert_close(got.logp_sampled, expected.logp_sampled, rtol=0, atol=1e-5)
+
+
+class AnyKeyword(nn.Module):
+    def forward(self, **given):
+        self.given = given
+        return SimpleNamespace(logits=torch.zeros(1, 1, 3))
+
+
+class Old(AnyKeyword):
+    def forward(self, *, past_key_values=None, **given):
+        return super().forward(past_key_values=past_key_values, **given)
+
+
+class New(AnyKeyword):
+    def forward(self, *, cache=None, **given):
+        return super().forward(cache=cache, **given)
+
+
+@pytest.mark.parametrize(
+    ("made", "version", "name"),
+    [
+        (Old, "5.30", "past_key_values"),
+        (New, "5.16", "cache"),
+        (AnyKeyword, "5.23.4", "past_key_values"),
+        (AnyKeyword, "5.24.0", "cache"),
+    ],
+)
+def test_the_cache_comes_under_the_name_that_the_model_knows(made, version, name, monkeypatch) -> None:
+    monkeypatch.setattr(hf_cache_decode.transformers, "__version__", version)
+    model, cache, one = made(), DynamicCache(), torch.ones(1, 1, dtype=torch.long)
+    hf_cache_decode.forward(model, one, one > 0, one, cache)
+    assert model.given[name] is cache
+    assert len(model.given.keys() & {"cache", "past_key_values"}) == 1
 
 
 # -- blocks
@@ -404,15 +411,8 @@ def test_blocks_that_are_compiled_for_training_decode_as_written() -> None:
         changed.forward, changed.fast = block.forward, None  # calling that fails
         changed.which = blocks._uncached
         block.forward = changed
-    got = LocalSampler(**{**vars(sampler()), "model": module, "shared": held_as_is(module)})
+    got = LocalSampler(**{**vars(sampler()), "model": module, "shared": SharedDecoder()})
+    got.shared.model = module  # without the trial whether it is fit, for which compiled blocks would run too
+    sizes = Sizes(exact_size, exact_size, exact_size, 1)
+    got.shared.engine = DecodeEngine(module, sizes=sizes, code=EAGER_CODE)
     assert torch.equal(got.sample(problems(TEXTS), 2, key=KEY).tokens, expected.tokens)
-
-
-def held_as_is(module: nn.Module) -> SharedDecoder:
-    """Without asking the model whether it is fit, which compiled blocks are asked too."""
-    made = SharedDecoder()
-    made.model, made.engine = (
-        module,
-        DecodeEngine(module, sizes=Sizes(exact_size, exact_size, exact_size, 1), run=Eager(), code=EAGER_CODE),
-    )
-    return made

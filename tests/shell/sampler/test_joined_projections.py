@@ -10,8 +10,8 @@ import torch
 from fakes import VOCABULARY, _filled, _sizes, qwen2_tied, tokenizer
 from families import FAMILIES
 from hypothesis import given
-from test_continuous_batching import SMALL, TEXTS, assert_as_alone, ending
-from test_local_sampler import KEY, completions, problems, sampler
+from test_continuous_batching import SMALL, TEXTS, ending
+from test_local_sampler import KEY, assert_as_alone, completions, problems, sampler
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -21,7 +21,7 @@ from grpo_fn.shell.model.blocks import blocks, full_checkpointing
 from grpo_fn.shell.model.lora import LoRA, attach
 from grpo_fn.shell.sampler.local import joined_projections
 from grpo_fn.shell.sampler.local.cuda_steps import choose_joined_model
-from grpo_fn.shell.sampler.local.decode_step import EAGER_CODE, DecodeEngine, Eager
+from grpo_fn.shell.sampler.local.decode_step import EAGER_CODE, DecodeEngine, put_entries
 from grpo_fn.shell.sampler.local.joined_projections import (
     JoinedLinear,
     joined_model,
@@ -29,7 +29,6 @@ from grpo_fn.shell.sampler.local.joined_projections import (
     joining_note,
     projections,
 )
-from grpo_fn.shell.sampler.local.kv_cache import put_entries
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # of the largest entry
@@ -113,7 +112,7 @@ def decoded_joined(s: LocalSampler) -> LocalSampler:
     install(s.model)
     held, step_model = SharedDecoder(), joined_model(s.model)
     held.model = s.model
-    held.engine = DecodeEngine(s.model, sizes=SMALL, run=Eager(), code=EAGER_CODE, step_model=step_model)
+    held.engine = DecodeEngine(s.model, sizes=SMALL, code=EAGER_CODE, step_model=step_model)
     return LocalSampler(**{**vars(s), "shared": held})
 
 

@@ -22,8 +22,15 @@ from torch import Tensor, nn
 
 from grpo_fn.shell.model.attention import AttentionSpec, install
 from grpo_fn.shell.sampler.local import cuda_steps
-from grpo_fn.shell.sampler.local.decode_step import EAGER_CODE, DecodeEngine, Eager, decoding_difference
-from grpo_fn.shell.sampler.local.kv_cache import DecodeAttention, KVCache, attend, group_rows
+from grpo_fn.shell.sampler.local.decode_step import (
+    EAGER_CODE,
+    DecodeAttention,
+    DecodeEngine,
+    KVCache,
+    attend,
+    decoding_difference,
+    group_rows,
+)
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 
 EXAMPLES = settings.default.max_examples
@@ -156,7 +163,7 @@ def test_the_same_tokens_are_drawn(kernel: ModuleType) -> None:
     expected = s.sample(problems(TEXTS), 2, key=KEY)
     made = SharedDecoder()
     code = EAGER_CODE._replace(split_kv=kernel.split_kv_launch)
-    made.model, made.engine = s.model, DecodeEngine(s.model, sizes=SMALL, run=Eager(), code=code)
+    made.model, made.engine = s.model, DecodeEngine(s.model, sizes=SMALL, code=code)
     got = LocalSampler(**{**vars(s), "shared": made}).sample(problems(TEXTS), 2, key=KEY)
     assert completions(got) == completions(expected)
     torch.testing.assert_close(got.logp_sampled, expected.logp_sampled, rtol=0, atol=1e-5)

@@ -38,8 +38,7 @@ from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.optimizer import adamw
 from grpo_fn.shell.sampler.interface import DataParallelSampler
-from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
-from grpo_fn.shell.sampler.local.turn_batching import split_by_width
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, split_by_width
 from grpo_fn.shell.world import World
 
 EOS = VOCABULARY - 1

@@ -23,15 +23,16 @@ from grpo_fn.shell.model.blocks import CompiledPart, blocks, compile_for_decodin
 from grpo_fn.shell.sampler.local.decode_step import (
     EAGER_CODE,
     DecodeEngine,
-    Eager,
     Sizes,
+    SplitKV,
     Step,
     StepCode,
+    attend,
     decoding_difference,
     exact_size,
+    products_in_float32,
 )
 from grpo_fn.shell.sampler.local.joined_projections import joined_model
-from grpo_fn.shell.sampler.local.kv_cache import SplitKV, attend, products_in_float32
 
 FEWEST_ROWS = 8  # of a captured step, and prompts; fewer cost about as much, and torch compiles anew for a size of 1
 FEWEST_COLUMNS = 64  # that a captured step looks at where it attends by matrix products
@@ -45,7 +46,7 @@ def build_engine(model: nn.Module) -> DecodeEngine:
     meets first, and rounds otherwise in a process that meets others.
     """
     if not capturable(model):
-        return DecodeEngine(model, sizes=Sizes(exact_size, exact_size, exact_size, 1), run=Eager(), code=EAGER_CODE)
+        return DecodeEngine(model, sizes=Sizes(exact_size, exact_size, exact_size, 1), code=EAGER_CODE)
     keep_logits_in_float32(model)
     split_kv = choose_split_kv(model)
     step_model = choose_joined_model(model, split_kv)
@@ -54,8 +55,8 @@ def build_engine(model: nn.Module) -> DecodeEngine:
     return DecodeEngine(
         model,
         sizes=captured_sizes(split_kv=split_kv is not None),
-        run=GraphCache(CudaGraph),
         code=code._replace(split_kv=split_kv),
+        graphs=GraphCache(CudaGraph),
         step_model=step_model,
     )
 
@@ -265,7 +266,7 @@ def capturable(model: nn.Module) -> bool:
     return bool(tensors) and plain and len({x.device for x in tensors}) == 1
 
 
-# -- attention of a step as one operator: the kernel is in `split_kv_triton`; `kv_cache.attend` computes the same
+# -- attention of a step as one operator: the kernel is in `split_kv_triton`; `decode_step.attend` computes the same
 
 
 OPERATOR = "grpo_fn::split_kv_attention"
@@ -277,7 +278,7 @@ ARCHITECTURE = (8, 0)  # of a card, at least: the first with products of bfloat1
 
 # query [n H D], prompt_key [P K L D], prompt_value [P K L E], key [n K C D], value [n K C E], row [P wide], lane [n],
 # start [n], length [n] -> [n H E], in the dtype of the values. `row`, `lane` and `wide` are row, place and width of
-# `kv_cache.GroupedRows`; a row sees the first `start` columns of its prompt and its own up to `length - start`, the
+# `decode_step.GroupedRows`; a row sees the first `start` columns of its prompt and its own up to `length - start`, the
 # last `window` of all these.
 torch.library.define(
     OPERATOR,

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from grpo_fn.shell.model.blocks import CACHES
-from grpo_fn.shell.sampler.local.continuous_batching import DecodedRows, DecodeOptions, empty_rows
-from grpo_fn.shell.sampler.local.decode_step import Stops
+from grpo_fn.shell.sampler.local.decode_step import DecodedRows, DecodeOptions, Stops, empty_rows
 
 RENAMED = Version("5.24")  # of transformers: from here on the second of CACHES
 
