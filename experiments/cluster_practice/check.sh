@@ -21,8 +21,7 @@ tests_of() { # what a check consists of
       tests/shell/policy/test_fsdp_ranks.py::test_an_overflow_on_one_rank_is_skipped_on_all_and_counted ;;
     resume) echo tests/e2e/test_resume.py tests/e2e/test_ranks.py::test_five_and_five_steps_are_ten \
       tests/e2e/test_ranks.py::test_another_number_of_ranks_goes_on_with_the_same_tokens ;;
-    seeds) echo tests/e2e/test_ranks.py::test_world_size_does_not_change_a_run \
-      tests/shell/sampler/test_data_parallel.py::test_the_same_seed_makes_the_same_run_on_any_number_of_ranks ;;
+    seeds) echo tests/e2e/test_ranks.py::test_world_size_does_not_change_a_run ;;
     faults) echo tests/e2e/test_faults.py ;;
     launch) echo tests/launch ;;
     *) return 1 ;;

@@ -17,7 +17,6 @@ from families import FAMILIES
 from hypothesis import given, settings
 from test_local_sampler import CHOICES, EOS, KEY, assert_as_alone, completions, problems, sampler
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache, GptOssConfig, GptOssForCausalLM
 
 from grpo_fn.core.problem import Completion, Problem
@@ -27,7 +26,6 @@ from grpo_fn.shell.sampler.local import decode_step, hf_cache_decode, local_samp
 from grpo_fn.shell.sampler.local.cuda_steps import (
     GraphCache,
     buffer_size,
-    compile_decode_parts,
     graph_size,
 )
 from grpo_fn.shell.sampler.local.decode_step import (
@@ -77,9 +75,9 @@ def test_rows_that_come_when_others_have_ended_are_the_plain_loops(name: str) ->
     assert s.shared.engine is not None  # no family is decoded with a cache that grows
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", ["gemma2_capped", "qwen3_untied"])
 def test_rows_that_have_drawn_far_more_attend_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever rows are not all alike, which here are too few for it to pay."""
+    """Wherever rows are not all alike, which in this test are too few for it to pay."""
     monkeypatch.setattr(local_sampler, "shorter_columns", lambda drawn: int(drawn.median()))
     apart, advance = [], DecodeEngine.advance
 
@@ -136,35 +134,20 @@ class Counting:
         return replay
 
 
-def test_a_shape_is_captured_at_its_second_use_and_again_when_weights_have_moved() -> None:
+def test_steps_are_captured_again_when_weights_have_moved() -> None:
     module, counting = ending("qwen3_untied"), Counting()
-    run = GraphCache(lambda: counting)
-    s = LocalSampler(**{**vars(sampler()), "model": module, "shared": held(module, run)})
+    s = LocalSampler(**{**vars(sampler()), "model": module, "shared": held(module, GraphCache(lambda: counting))})
     first = s.sample(problems(TEXTS), 2, key=KEY)
-    at_first, replayed_at_first = counting.captured, counting.replayed
-    assert at_first < len(run.used)
-    again = s.sample(problems(TEXTS), 2, key=KEY)
-    assert torch.equal(first.tokens, again.tokens)
-    shapes, steps = counting.captured, counting.replayed - replayed_at_first
-    assert shapes == len(run.used) == len(run.replays)
-    assert steps > replayed_at_first
-    s.sample(problems(TEXTS), 2, key=KEY)
-    assert (counting.captured, counting.replayed) == (shapes, replayed_at_first + 2 * steps)
-    module.lm_head.weight.data = module.lm_head.weight.data.clone()
     assert torch.equal(s.sample(problems(TEXTS), 2, key=KEY).tokens, first.tokens)
-    assert (counting.captured, counting.replayed) == (shapes + at_first, 2 * (replayed_at_first + steps))
-
-
-def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
-    def never(step: Callable[[], None]) -> Callable[[], None]:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    s = sampler()
-    expected = s.sample(problems(TEXTS), 2, key=KEY)
-    other = LocalSampler(**{**vars(s), "shared": held(s.model, GraphCache(lambda: never))})
-    with pytest.warns(RuntimeWarning, match="not as a CUDA graph: operation not permitted when stream is capturing$"):
-        got = [other.sample(problems(TEXTS), 2, key=KEY) for _ in range(2)]
-    assert all(torch.equal(one.tokens, expected.tokens) for one in got)
+    shapes, replayed = counting.captured, counting.replayed
+    assert shapes == len(s.shared.engine.graphs.used)
+    s.sample(problems(TEXTS), 2, key=KEY)
+    assert counting.captured == shapes
+    assert counting.replayed > replayed
+    module.lm_head.weight.data = module.lm_head.weight.data.clone()
+    for _ in range(2):
+        assert torch.equal(s.sample(problems(TEXTS), 2, key=KEY).tokens, first.tokens)
+    assert counting.captured == 2 * shapes
 
 
 # -- compiled steps
@@ -175,13 +158,7 @@ def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "choice", "families"),
-    [
-        ("aot_eager", "categorical", {"gemma2_capped": 2}),
-        pytest.param("aot_eager", "categorical", {"qwen3_untied": 3, "gemma2_capped": 3}, marks=pytest.mark.slow),
-        pytest.param("aot_eager", "gumbel_max", {"qwen3_untied": 3}, marks=pytest.mark.slow),
-        pytest.param("inductor", "categorical", {"qwen3_untied": 3, "gemma2_capped": 3}, marks=pytest.mark.slow),
-        pytest.param("inductor", "gumbel_max", {"qwen3_untied": 3}, marks=pytest.mark.slow),
-    ],
+    [("aot_eager", "gumbel_max", {"gemma2_capped": 3}), ("inductor", "categorical", {"qwen3_untied": 2})],
 )
 def test_compiled_steps_draw_the_same_and_are_not_built_again(
     backend: str, choice: str, families: dict[str, int]
@@ -199,27 +176,6 @@ def test_compiled_steps_draw_the_same_and_are_not_built_again(
         assert max(found["apart"]) < 1e-5, name
         once, again = found["built"][len(found["built"]) // 2 - 1], found["built"][-1]
         assert 0 < once == again < 30, name
-
-
-def test_what_cannot_be_compiled_is_decoded_as_written_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoCompiler(TorchDynamoException):
-        pass
-
-    def never(function: object, **_: object) -> Callable[..., object]:
-        def call(*_: object, **__: object) -> None:
-            raise NoCompiler("no compiler found\nmore")
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", never)
-    s, module = sampler(), qwen2_tied(VOCABULARY)
-    module.load_state_dict(s.model.state_dict())
-    module.generation_config = s.model.generation_config
-    made = compile_decode_parts(module)
-    other = LocalSampler(**{**vars(s), "model": module, "shared": held(module, code=made)})
-    with pytest.warns(RuntimeWarning, match="runs as written, not compiled: NoCompiler, no compiler found$"):
-        got = other.sample(problems(TEXTS), 2, key=KEY)
-    assert torch.equal(got.tokens, s.sample(problems(TEXTS), 2, key=KEY).tokens)
 
 
 @given(st.integers(1, 5000), st.sampled_from([1, 64]))
@@ -261,12 +217,6 @@ def test_buffers_stay_where_they_are_and_are_gone_at_rest() -> None:
     assert engine.drawn.bytes + engine.prompts.bytes == size
     s.rest()
     assert engine.drawn is engine.prompts is engine.live is None
-
-
-def test_no_more_is_held_than_the_rows_at_once_need() -> None:
-    s = sampler(max_rows=3)
-    s.sample(problems(TEXTS * 4), 2, key=KEY)
-    assert (s.shared.engine.drawn.count, s.shared.engine.prompts.count) == (3, 4)
 
 
 # -- rows that are reported

@@ -8,7 +8,6 @@ from itertools import pairwise
 import hypothesis.strategies as st
 import pytest
 import torch
-from crew import crew
 from environment_fakes import TALK, THREE_TURNS, broken
 from episode_fakes import Here, Late, environments
 from fakes import MODELS, VOCABULARY, problem, tokenizer
@@ -35,15 +34,11 @@ from grpo_fn.shell.episodes.episode_rows import (
     environment_seeds,
 )
 from grpo_fn.shell.model.hf import encode_prompt
-from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.optimizer import adamw
-from grpo_fn.shell.sampler.interface import DataParallelSampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, split_by_width
-from grpo_fn.shell.world import World
 
 EOS = VOCABULARY - 1
 KEY = prng.key(5, device="cpu")
-COSTLY = settings(max_examples=max(5, settings.default.max_examples // 5))
 texts = st.lists(st.text("aT 7\né", min_size=1, max_size=9), min_size=1, max_size=3)
 
 
@@ -152,7 +147,7 @@ def test_every_limit_ends_some_row() -> None:
     assert set(found) == {"", "turns", "turn_tokens", "tokens", "context"}
 
 
-@settings(max_examples=max(4, settings.default.max_examples // 12), deadline=None)
+@settings(max_examples=max(3, settings.default.max_examples // 12), deadline=None)
 @given(delays=st.lists(st.floats(0.0, 0.01), min_size=1, max_size=7), answer_steps=st.integers(0, 4))
 def test_the_order_of_answers_changes_no_bit(delays, answer_steps) -> None:
     asked = ["aT 7", "7", "T a\n"]
@@ -187,12 +182,9 @@ def test_rows_that_go_on_as_answers_come_are_not_held_up_by_a_slow_one() -> None
     torch.testing.assert_close(rollout.logp_sampled, expected.logp_sampled, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("answer_steps", [0, 3])
-def test_a_reported_row_is_the_row_of_the_rollout_with_its_turns(answer_steps) -> None:
+def test_a_reported_row_is_the_row_of_the_rollout_with_its_turns() -> None:
     reported = []
-    s = replace(
-        sampler(answer_steps=answer_steps), on_completions=lambda *rows: reported.extend(zip(*rows, strict=True))
-    )
+    s = replace(sampler(answer_steps=3), on_completions=lambda *rows: reported.extend(zip(*rows, strict=True)))
     asked = problems(["aT 7", "7", "T a\n"])
     rollout = s.sample(asked, 3, key=KEY)
     expected = [(asked[b // 3], one) for b, one in enumerate(completions_of(rollout))]
@@ -200,7 +192,7 @@ def test_a_reported_row_is_the_row_of_the_rollout_with_its_turns(answer_steps) -
     assert sorted(reported, key=repr) == sorted(expected, key=repr)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", ["qwen2_tied", "gemma2_capped"])
 def test_the_policys_logp_is_the_samplers(name) -> None:
     s = sampler(name)
     rollout = s.sample(problems(["aT 7\né", "7", "a a a a"]), 3, key=KEY)
@@ -208,32 +200,13 @@ def test_the_policys_logp_is_the_samplers(name) -> None:
     optimizer = partial(adamw, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
     knobs = {"micro_tokens": 60, "min_micro_batches": 1, "max_grad_norm": 1.0, "logits_chunk_elements": 10**4}
     policy = local(s.model, optimizer=optimizer, temperature=0.4, **knobs)
-    assert isinstance(policy, FSDPPolicy)
     gap = policy.logp(rollout) - rollout.logp_sampled
     assert float(gap[rollout.mask].abs().max()) < 1e-4
 
 
-def spread_out(world: World, asked: list[str]) -> Rollout:
-    """All rows, of which this rank sampled its share."""
-    return DataParallelSampler(sampler(), world).sample(problems(asked), 2, key=KEY)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_number_of_ranks_changes_no_token(size: int) -> None:
-    asked = ["aT 7", "7", "T a\n", "é", "a7"]
-    expected = sampler().sample(problems(asked), 2, key=KEY)
-    for got in crew(size).run(spread_out, asked):
-        assert got.turns == expected.turns
-        assert got.text == expected.text
-        assert torch.equal(got.mask, expected.mask)
-        assert torch.equal(got.tokens[got.mask], expected.tokens[expected.mask])
-        torch.testing.assert_close(got.logp_sampled, expected.logp_sampled, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("max_turns", [1, 2, 3])
-def test_the_model_reads_every_token_once(max_turns: int) -> None:
+def test_the_model_reads_every_token_once() -> None:
     """A row at a time, so nothing is padded: what is read grows with the tokens of a turn, not with those before it."""
-    s, read, asked = sampler(max_rows=1, max_turns=max_turns), [], ["aT 7", "7", "T a\n"]
+    s, read, asked = sampler(max_rows=1, max_turns=3), [], ["aT 7", "7", "T a\n"]
     s.sample(problems(asked[:1]), 1, key=KEY)  # the first call tries the model out
     s.model.get_input_embeddings().register_forward_hook(lambda _, given, __: read.append(given[0].flatten().tolist()))
     rollout = s.sample(problems(asked), 2, key=KEY)
@@ -245,14 +218,13 @@ def test_the_model_reads_every_token_once(max_turns: int) -> None:
         expected += [*(opening if b % 2 == 0 else []), *rollout.tokens[b, start:end].tolist()]
         # Each turn's first token is drawn behind what was read before it, its others after one reading each.
         reads += (b % 2 == 0) + sum(turn.length for turn in turns) - 1
-    assert max(map(len, rollout.turns)) == max_turns
+    assert max(map(len, rollout.turns)) == 3
     assert [token for call in read for token in call] == expected
     assert len(read) == reads
 
 
-@pytest.mark.parametrize("answer_steps", [0, 1, 4])
-def test_a_row_that_waits_for_its_environment_is_in_no_decode_step(answer_steps: int) -> None:
-    s, shapes, asked = sampler(answer_steps=answer_steps), [], ["aT 7", "7", "T a\n", "a7 7"]
+def test_a_row_that_waits_for_its_environment_is_in_no_decode_step() -> None:
+    s, shapes, asked = sampler(answer_steps=4), [], ["aT 7", "7", "T a\n", "a7 7"]
     s.sample(problems(asked[:1]), 1, key=KEY)  # the first call tries the model out
     with s.model.get_input_embeddings().register_forward_hook(lambda _, given, __: shapes.append(given[0].shape)):
         rollout = s.sample(problems(asked), 6, key=KEY)
@@ -294,12 +266,6 @@ def test_a_tape_is_read_in_the_place_of_a_tool_that_is_not_pure() -> None:
     assert not caller.calls
     assert again.turns == once.turns
     assert all(torch.equal(a, b) for a, b in zip(again[:4], once[:4], strict=True))
-    other = once.turns[0][0]._replace(text="something else")
-    tape.episodes[100, 0] = tape.episodes[100, 0]._replace(turns=(other, *once.turns[0][1:]))
-    with pytest.raises(
-        TapeDiffers, match=r"talk, problem 100, sample 0, turn 1: got a turn that began 'something else'"
-    ):
-        sampler(tape=tape, pure=False).sample(problems(asked), 2, key=KEY)
 
 
 def test_a_pure_environment_that_answers_otherwise_is_named() -> None:
@@ -326,7 +292,8 @@ def test_a_call_with_other_arguments_is_not_the_one_on_the_tape() -> None:
     taped = Taped(opening, (first._replace(text=f"{first.text}7", answer='{"messages":[]}'), *rest))
     tape = Tape(strict=True, episodes={(100 + b // 2, b % 2): taped})
     assert sampler(**knobs, tape=tape).sample(problems(asked), 2, key=KEY).turns == once.turns
-    with pytest.raises(TapeDiffers, match="the policy wrote something else than when the tape was made"):
+    said = f"talk, problem {100 + b // 2}, sample {b % 2}, turn 1: got a turn .* wrote something else"
+    with pytest.raises(TapeDiffers, match=said):
         sampler(**knobs, tape=tape, pure=False).sample(problems(asked), 2, key=KEY)
 
 
