@@ -588,7 +588,7 @@ def exact_size(n: int) -> int:
 
 
 @runtime_checkable
-class Graphs(Protocol):
+class StepGraphs(Protocol):
     """Steps that are captured by their shape: `cuda_steps.GraphCache`."""
 
     def __call__(self, shape: Hashable, step: Step, state: Sequence[Tensor], *, times: int) -> None:
@@ -612,7 +612,7 @@ class DecodeEngine:
         *,
         sizes: Sizes,
         code: StepCode,
-        graphs: Graphs | None = None,  # None: every step runs as it is written
+        graphs: StepGraphs | None = None,  # None: every step runs as it is written
         step_model: nn.Module | None = None,
     ) -> None:
         self.model, self.sizes, self.graphs, self.code = model, sizes, graphs, code
