@@ -25,9 +25,9 @@ from grpo_fn.core.partials import FunctionMisfit
 
 EXIT_ERROR, EXIT_BAD_INPUT, EXIT_FULL, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 74, 130, 143  # 74: EX_IOERR
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# Libraries that warn of themselves as transformers imports them, before the first line of ours.
+# Libraries that warn while transformers imports them, before the first line of a command.
 QUIET = ("torchao", "torch.utils._pytree")
-ERRORS = "GRPO_FN_ERRORS"  # environment variable with a folder of the launch: a file for each error that was said
+ERRORS = "GRPO_FN_ERRORS"  # environment variable with a folder of the launch: a file for each error that was printed
 BINDINGS = "binding on top of the files; repeatable"
 
 
@@ -62,7 +62,7 @@ def launcher_command(ranks: int) -> str:
 
 
 def resume_command(run_dir: Path, ranks: int) -> str:
-    """The command that goes on with a run, whatever it was started with: its folder holds the configuration."""
+    """The command that resumes a run, whatever it was started with: its folder holds the configuration."""
     words = ["--gin_file", str(run_dir / "config.gin"), "--run_dir", str(run_dir)]
     return f"{launcher_command(ranks)} -m grpo_fn.run {shlex.join(words)}"
 
@@ -74,7 +74,7 @@ def free_folder(first: Path) -> Path:
 
 
 def first_on_host(text: str) -> bool:
-    """Whether no other rank of this host has said this in this attempt; True outside of tools/launch/agent.py.
+    """Whether no other rank of this host has printed this in this attempt; True outside of tools/launch/agent.py.
 
     Args:
         text: of an error.
@@ -87,7 +87,7 @@ def first_on_host(text: str) -> bool:
         os.close(os.open(Path(folder) / sha256(attempt.encode()).hexdigest(), os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return False
-    except OSError:  # the folder is gone: an error that is said twice is better than one that is not
+    except OSError:  # the folder is gone: an error that is printed twice is better than one that is not
         return True
     return True
 
@@ -124,10 +124,10 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """While entered, SIGTERM raises Terminated, so that what is said on Ctrl-C is said and what is open is closed.
+    """While entered, SIGTERM raises Terminated, so that the message of Ctrl-C is printed and what is open is closed.
 
     A rank that torchrun has started dies of it: it may be waiting for others where Python does not see signals, and
-    torchrun would wait for it in turn. A process with a handler of its own keeps that, and outside of the main thread
+    torchrun would wait for it in turn. A process that has a handler keeps it, and outside of the main thread
     none can be set.
     """
     alone = "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread()

@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.run_dir = args.run_dir or default_run_dir(args.gin_file[0], datetime.now(), launch)
     return exit_code(
         lambda: launch_training(args),
-        interrupted=f"interrupted; to go on from the newest checkpoint, or from the start: {command_again(args)}",
+        interrupted=f"interrupted; to resume from the newest checkpoint, or from the start: {command_again(args)}",
     )
 
 

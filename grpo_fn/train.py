@@ -20,10 +20,10 @@ from grpo_fn.trainer.plan import ValidatedPlan, dry_run_lines, report_start
 from grpo_fn.trainer.state import check_steps, has_progress
 from grpo_fn.trainer.validate import check_this_machine, try_environment, validate
 
-# What may be another when a run goes on: over which devices the model is spread, what is recorded, what is complained
-# of, and how many steps there are; not what is computed in a step.
+# What may differ when a run resumes: over which devices the model is spread, what is recorded, which rules warn, and
+# how many steps there are; not what is computed in a step.
 CHANGEABLE = ("parallelism", "logging", "health", "steps")
-# What a macro stands for in a configuration that binds none: algo/dr_grpo.gin wants MAX_NEW_TOKENS of any run file.
+# What a macro stands for in a configuration that binds none: algo/dr_grpo.gin uses MAX_NEW_TOKENS of any run file.
 MACROS = {
     "STEPS": "grpo_fn.train.train.steps",
     "SEED": "grpo_fn.train.train.seed",
@@ -39,7 +39,7 @@ def launch(request: RunRequest, kwargs: Mapping[str, Any]) -> int:
     try:
         return train(request, **kwargs)
     except (Elsewhere, LostRank) as error:
-        return leave_lost(error, then="the same command goes on from the newest checkpoint")
+        return leave_lost(error, then="the same command resumes from the newest checkpoint")
 
 
 def train(
@@ -79,7 +79,7 @@ def train(
         compute: device, dtype, attention and head of the model.
         sampling: sampler, temperature and limits of the training completions.
         episodes: an environment that answers turns of the policy, and tools; None: every row is one turn.
-        curriculum: which levels, parts or rows of the task a step asks, by pass rates; None: the stream in its order.
+        curriculum: which levels or rows of the task a step samples, by pass rates; None: the stream in its order.
         rewards: the reward and the processes that compute it.
         algorithm: prompts and group size, advantage, objective, filters: the GRPO step; or a supervised stage.
         policy: optimizer, schedule, micro-batches, gradient clipping.
@@ -134,7 +134,7 @@ def train(
 
 
 def dry_run(request: RunRequest, settings: sections.Settings, plan: ValidatedPlan) -> int:
-    """Print what the run would be and its configuration. Raises ValueError for a folder that it could not go on in."""
+    """Print what the run would be and its configuration. Raises ValueError for a folder that it could not resume in."""
     if not request.force and has_progress(request.run_dir):
         check_run(request.run_dir, config_text=request.config.text, fingerprint=request.config.fingerprint)
     check_steps(request.run_dir, settings.steps)

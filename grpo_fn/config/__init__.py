@@ -48,7 +48,7 @@ class Config:
     text: str
     # Of what the root receives: blind to macro names, import styles, bindings nothing uses, and to what may change
     # while a run is interrupted. With relative paths there are two, "AS_WRITTEN/ABSOLUTE": of the same run is what
-    # shares one, so that a run goes on after its folder has moved, and from its own config.gin.
+    # shares one, so that a run resumes after its folder has moved, and from the config.gin in it.
     fingerprint: str
     hparams: Mapping[str, int | float | str]  # the knobs that are bound, each as a number or as text
 
@@ -66,7 +66,7 @@ def load_config(
     knob's function which the program passes itself. The root's module may declare `CHANGEABLE = (knob, ...)`, which the
     fingerprint does not count, and `MACROS = {name: knob}`: a macro that is bound nowhere has the value of that knob,
     so that a file laid over others need not know whether they use one. A `taker` is another function that takes some of
-    the root's knobs, under their names: it needs no bindings of its own, only what it takes is resolved and called, and
+    the root's knobs, under their names: it needs no bindings for it, only what it takes is resolved and called, and
     the rest may be unbound.
     Raises ValueError, listing all that is missing or wrong at once, or FileNotFoundError.
     """
@@ -80,7 +80,7 @@ def load_config(
     nodes = (
         [node, resolve(placed, target, getattr(module, "SUPPLIED", {}), knobs_taken)] if placed != bindings else [node]
     )
-    changeable = getattr(module, "CHANGEABLE", ())  # knobs that may be others when a run goes on
+    changeable = getattr(module, "CHANGEABLE", ())  # knobs that may differ when a run resumes
     counted = [
         replace(each, knobs={k: value for k, value in each.knobs.items() if k not in changeable}) for each in nodes
     ]

@@ -3,6 +3,7 @@
 gin-config is pinned, so its tables `_CONFIG` and `_REGISTRY` are read directly.
 """
 
+import ast
 import os.path
 import re
 import sys
@@ -56,12 +57,13 @@ def parse_gin(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
     bindings, imports = Bindings(), []
     for file in gin_files:
         scan_imports(file, (), bindings, imports)
+    statements = [param_statement(param, bindings, imports) for param in gin_params]  # before modules are imported
     gin.clear_config()
     try:
         for file in gin_files:
             parse(gin.parse_config_file, file, "")
-        for param in gin_params:
-            parse_param(param, bindings, imports)
+        for param, statement in zip(gin_params, statements, strict=True):
+            parse_param(param, statement, bindings)
         for (scope, selector), knobs in gin.config._CONFIG.items():
             target = wrapped_function(selector)
             values = {knob: plain_value(value) for knob, value in knobs.items()}
@@ -77,10 +79,9 @@ def parse_gin(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
     return bindings
 
 
-def parse_param(param: str, bindings: Bindings, imports: list[ImportStatement]) -> None:
+def parse_param(param: str, statement: str, bindings: Bindings) -> None:
     """Let gin parse `NAME=VALUE` on top of what it has, and note the knob that this binds."""
     flag, table = f"--gin_param {param!r}", gin.config._CONFIG
-    statement = param_statement(param, bindings, imports)
     earlier = {key: {**knobs} for key, knobs in table.items()}
     table.clear()  # so that what is in it afterwards is of this parameter
     parse(gin.parse_config, statement, f"{flag}: ")
@@ -160,6 +161,8 @@ def scan_imports(file: str, chain: tuple[Path, ...], bindings: Bindings, imports
                         bindings.bound_at["/".join(filter(None, [parsed.scope, parsed.selector]))] = at
                     case BindingStatement() | BlockDeclaration():
                         listener.functions.append(parsed.selector)
+                        if isinstance(parsed, BindingStatement) and not path.is_relative_to(GIN_FOLDER):
+                            check_spelling(parsed.selector, parsed.arg_name, at, imports)
                 check_functions(listener.functions, at, dynamic)
                 listener.functions.clear()
         except (SyntaxError, tokenize.TokenError) as error:
@@ -175,6 +178,31 @@ def check_functions(selectors: Sequence[str], at: str, dynamic: bool) -> None:
             raise ValueError(
                 f"{at}: got {selector}, expected module.function (and module.function.knob to bind a knob)"
             )
+
+
+def check_spelling(selector: str, knob: str, at: str, imports: Sequence[ImportStatement]) -> None:
+    """Raise ValueError for a knob that is nearly one in the source of grpo_fn, before torch is imported."""
+    root, _, name = selector.partition(".")
+    modules = {line.module for line in imports if line.bound_name() == root and line.module.startswith("grpo_fn.")}
+    for path in (PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py") for module in modules):
+        body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
+        for node in (node for node in body if getattr(node, "name", None) == name):
+            names = source_knobs(node)
+            if names and knob not in names and (hint := suggest_name(knob, names)):
+                raise ValueError(
+                    f"{at}: {selector}: got a binding for {knob}, expected one of {comma_list(names)}{hint}"
+                )
+
+
+def source_knobs(node: ast.stmt) -> list[str]:
+    """All parameters of a function, or fields of a dataclass, by their source; none where it takes any."""
+    match node:
+        case ast.FunctionDef(args=arguments) if arguments.kwarg is None:
+            return [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
+        case ast.ClassDef(bases=[]):
+            fields = [field.target.id for field in node.body if isinstance(field, ast.AnnAssign)]
+            return [name for name in fields if not name.isupper()]
+    return []
 
 
 def find(file: str, chain: tuple[Path, ...]) -> Path:
@@ -217,7 +245,9 @@ def param_statement(param: str, bindings: Bindings, imports: list[ImportStatemen
             raise ValueError(f"{flag}: got {value!r}, expected a gin value: {hint}") from error
         value = repr(value)
     if "." in name:
-        listener.functions.append(name.rpartition("/")[2].rpartition(".")[0])
+        selector, _, knob = name.rpartition("/")[2].rpartition(".")
+        listener.functions.append(selector)
+        check_spelling(selector, knob, flag, imports)
     else:
         bindings.bound_at[name] = flag
         bindings.from_params.add(name)

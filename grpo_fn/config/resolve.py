@@ -1,4 +1,4 @@
-"""What a gin file says, without gin: references and macros, resolved to functions with knobs, frozen to plain partials.
+"""The meaning of a gin file, without gin: references and macros, resolved to functions with knobs, and to partials.
 
 Every name is checked against the signature that it claims to fit. `bind_function` is the same for a command line.
 """

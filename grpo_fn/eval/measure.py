@@ -51,7 +51,7 @@ BYTES_A_TOKEN = 16  # of samples.jsonl, generously: four of English, six a chara
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What the command line asks for."""
+    """The command line of an evaluation."""
 
     config: Config
     model: str
@@ -161,7 +161,7 @@ def count_parts(judged: Sequence[GradedAnswer], by: Sequence[str]) -> dict[str, 
 
 
 def count_graded(judged: Sequence[GradedAnswer]) -> dict[str, float | int]:
-    """How many of these problems could be scored, how many are right, and what that says."""
+    """How many of these problems could be scored, how many are right, and the interval of that share."""
     scored, right = tally(judged)
     low, high = wilson(right, scored)
     accuracy = right / scored if scored else float("nan")
@@ -202,13 +202,13 @@ def check_free(out: Path) -> None:
 
 
 def warn(text: str) -> None:
-    """Say it beside the results, not among them."""
+    """Print it beside the results, not among them."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def note_on_error(what: str) -> Iterator[None]:
-    """Add what was going on to whatever is raised inside: from here on it is no bad input."""
+    """Add a note to whatever is raised inside: it is no bad input any more."""
     try:
         yield
     except Exception as error:

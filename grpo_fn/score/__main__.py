@@ -63,7 +63,7 @@ def flags() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Score and say how it went; returns the exit code. Bad input is 2 and one message, after the rows before it."""
+    """Score and print a summary; returns the exit code. Bad input is 2 and one message, after the rows before it."""
     args = flags().parse_args(argv)
     return exit_code(lambda: score_rows(args), interrupted="interrupted; every row that was written is whole")
 
@@ -72,7 +72,16 @@ def score_rows(args: argparse.Namespace) -> int:
     """The exit code of the scoring. Raises ValueError or OSError for bad input."""
     from grpo_fn.score import scoring
 
-    return scoring.score_file(**vars(args))
+    return scoring.score_file(
+        reward=args.reward,
+        knobs=args.knobs,
+        input=args.input,
+        output=args.output,
+        suffix=args.suffix,
+        workers=args.workers,
+        deadline=args.deadline,
+        memory_mb=args.memory_mb,
+    )
 
 
 if __name__ == "__main__":

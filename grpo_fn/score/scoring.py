@@ -29,12 +29,7 @@ from grpo_fn.trainer.requirements import check_sandboxes
 
 PIECE = 2**16  # bytes read at once
 LONGEST_LINE = 2**26
-ROLLOUT = {
-    "uid",
-    "g",
-    "tokens",
-    "text",
-}  # fields of a row in rollouts/, whose `text` is the completion; MBPP's is the task
+ROLLOUT = {"uid", "g", "tokens", "text"}  # of a row in rollouts/, whose `text` is the completion; MBPP's is the task
 SPACE = b" \t\r"
 
 
@@ -45,7 +40,7 @@ class Lines:
         self._stream, self._name = stream, name
         self.ready: deque[tuple[str, int, bytes]] = deque()  # `file:line`, the number of the line, the line
         self.ended = False
-        self._begun: list[bytes] = []  # pieces of a line whose end has not come
+        self._pieces: list[bytes] = []  # of a line whose end has not come
         self._size = 0  # of these
         self._number = 0
 
@@ -58,9 +53,9 @@ class Lines:
         piece = os.read(self.fileno(), PIECE)
         *ends, rest = piece.split(b"\n")
         for end in ends:
-            self._begun.append(end)
+            self._pieces.append(end)
             self._finish()
-        self._begun.append(rest)
+        self._pieces.append(rest)
         self._size += len(rest)
         if self._size > LONGEST_LINE:
             where = f"{self._name}:{self._number + 1}"
@@ -75,22 +70,22 @@ class Lines:
         self.ended = True
 
     def _finish(self) -> None:
-        line = b"".join(self._begun)
-        self._begun, self._size = [], 0
+        line = b"".join(self._pieces)
+        self._pieces, self._size = [], 0
         self._number += 1
         if line.strip(SPACE):
             self.ready.append((f"{self._name}:{self._number}", self._number, line))
 
 
 def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suffix: str) -> tuple[Problem, Completion]:
-    """What a row asks: its problem, numbered like the line, and its completion.
+    """The problem of a row, numbered like the line, and its completion.
 
     A row of `rollouts/` has its completion in `text`. `problem.meta` is the row without the completion, and has the
-    fields of MBPP under our names too: `tests`, `setup` and, of a row without one, `answer`, the reference program.
+    fields of MBPP under the names of grpo_fn too: `tests`, `setup` and, of a row without one, `answer`, the program.
     `problem.answer` is the field `answer`; of an answer that ends in a line with `####`, as GSM8K's do, it is what
     follows there. `length` and `truncated` are read where they are an integer and a boolean, and are 0 and False
     otherwise; `turns` are those of an episode. `needs` names fields of FIELDS that the reward cannot do without.
-    Raises ValueError that says where, for a line that is not such a row, for turns that are none, and for a row that
+    Raises ValueError with the place, for a line that is not such a row, for turns that are none, and for a row that
     has one of the names that `annotate_row` adds with this suffix.
     """
     row = json_object(where, line, expected="an object with 'completion'")
@@ -110,12 +105,12 @@ def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suf
     gold = str(answer) if _is_answer(answer) else ""
     question = prompt if isinstance(prompt, str) else ""
     problem = Problem(number, question, gold if "tests" in fields else _last_line(gold), meta)
-    counted = length if _is_count(length) else 0
-    return problem, Completion(fields["completion"], counted, row.get("truncated") is True, turns)
+    tokens = length if _is_count(length) else 0
+    return problem, Completion(fields["completion"], tokens, row.get("truncated") is True, turns)
 
 
 def read_turns(where: str, value: object) -> tuple[Turn, ...]:
-    """The turns of an episode, as rollouts/ and evaluations store them. Raises ValueError that says where."""
+    """The turns of an episode, as rollouts/ and evaluations store them. Raises ValueError with the place."""
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise ValueError(
             f"{where}: got 'turns': {json.dumps(value)[:80]}, expected a list with an object for each turn"
@@ -135,8 +130,8 @@ def read_turns(where: str, value: object) -> tuple[Turn, ...]:
 def annotate_row(line: bytes, outcome: Outcome, *, suffix: str) -> bytes:
     """The row, byte for byte as it was, with verdict, score, reason and seconds at its end."""
     values = (verdict_name(outcome.value), outcome.value, outcome.reason, round(outcome.seconds, 6))
-    added = json.dumps(dict(zip(verdict_names(suffix), values, strict=True)))
-    return line.strip(SPACE)[:-1].rstrip(SPACE) + b", " + added[1:].encode("ascii") + b"\n"
+    verdict = json.dumps(dict(zip(verdict_names(suffix), values, strict=True)))
+    return line.strip(SPACE)[:-1].rstrip(SPACE) + b", " + verdict[1:].encode("ascii") + b"\n"
 
 
 def verdict_names(suffix: str) -> list[str]:
@@ -145,7 +140,7 @@ def verdict_names(suffix: str) -> list[str]:
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, with what its fields are called here beside what MBPP calls them."""
+    """The row, with the names of grpo_fn for its fields beside those of MBPP."""
     fields = dict(row)
     if "completion" not in row and {*row} >= ROLLOUT:
         fields["completion"] = row["text"]
@@ -183,8 +178,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_reward(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value is None or (number and abs(value) <= sys.float_info.max)
+    return value is None or (_is_answer(value) and not _is_text(value) and abs(value) <= sys.float_info.max)
 
 
 def _are_texts(value: Any) -> bool:
@@ -239,30 +233,28 @@ NAMES = {
     "code": RewardSpec("grpo_fn.rewards.code.all_tests_pass", ("tests",), TESTS, 30.0, SANDBOX),
     "share_of_tests": RewardSpec("grpo_fn.rewards.code.share_of_tests", ("tests",), TESTS, 30.0, SANDBOX),
 }
-OF_LENGTH = {
-    f"grpo_fn.rewards.format.{name}" for name in ("soft_overlong_punishment", "cosine_length", "repeated_ngrams")
-}
+OF_LENGTH = {f"grpo_fn.rewards.format.{name}" for name in ("soft_overlong_punishment", "cosine_length")}
 
 
 def known_reward(name: str) -> RewardSpec:
     """What is known of a reward by its short or its full name."""
-    for short, named in NAMES.items():
-        if name in (short, named.function):
-            return named
+    for short, spec in NAMES.items():
+        if name in (short, spec.function):
+            return spec
     return RewardSpec(name, ("length",) if name in OF_LENGTH else (), RETURNED_NONE, 5.0, ())
 
 
-def reward_of(named: RewardSpec, knobs: Sequence[str]) -> RewardFn:
+def reward_of(spec: RewardSpec, knobs: Sequence[str]) -> RewardFn:
     """The function with its knobs, each `KNOB=VALUE`; a later one beats an earlier.
 
     A value is a Python literal, or `@module.function`, whose own knobs are `KNOB.ITS_KNOB=VALUE`. Raises ValueError for
     what is not there, does not fit, or is missing, and for a sandbox that cannot be had here.
     """
-    fn = bind_function(named.function, [*named.knobs, *knobs], flag="--reward_param", short=tuple(NAMES))
+    fn = bind_function(spec.function, [*spec.knobs, *knobs], flag="--reward_param", short=tuple(NAMES))
     try:
         inspect.signature(fn).bind("problem", "completion")
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{named.function}: got another signature, expected f(problem, completion)") from error
+        raise ValueError(f"{spec.function}: got another signature, expected f(problem, completion)") from error
     check_sandboxes([fn])
     return fn
 
@@ -271,7 +263,7 @@ def reward_of(named: RewardSpec, knobs: Sequence[str]) -> RewardFn:
 MOST_ROWS = 4096
 MOST_BYTES = 2**24
 PAUSE = 0.02  # seconds between two looks at what is scored, while no line comes
-EXIT_BROKEN_PIPE = 141  # what a shell says of a program that SIGPIPE ended
+EXIT_BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 
 
 def score_file(
@@ -285,21 +277,23 @@ def score_file(
     deadline: float | None,
     memory_mb: int,
 ) -> int:
-    """Score every row of `input` to `output`; returns the exit code. Says how it went on standard error.
+    """Score every row of `input` to `output`; returns the exit code. Its summary goes to standard error.
 
     Raises ValueError for a reward, a knob or a row that cannot be used; what came before a bad row is written.
     """
-    named = known_reward(reward)
-    seconds = named.deadline if deadline is None else deadline
+    spec = known_reward(reward)
+    seconds = spec.deadline if deadline is None else deadline
     pool = RewardPool(workers=workers, timeout_per_completion=seconds, memory_mb=memory_mb, stop_on_error=False)
-    fn = reward_of(named, knobs)
+    fn = reward_of(spec, knobs)
     tally: Counter[str] = Counter()
     try:
         with _source(input) as source, _sink(output) as sink, _progress(pool, tally, source) as bar, pool:
             lines = Lines(source, "standard input" if input is None else str(input))
-            for batch in score_lines(lines, pool, fn, needs=named.needs, suffix=suffix):
-                outcomes = [(line, _meaning(outcome, named.none)) for line, outcome in batch]
-                sink.write(b"".join(annotate_row(line, outcome, suffix=suffix) for line, outcome in outcomes))
+            for batch in score_lines(lines, pool, fn, needs=spec.needs, suffix=suffix):
+                for line, outcome in batch:
+                    if outcome.reason == RETURNED_NONE:
+                        outcome = outcome._replace(reason=spec.none)
+                    sink.write(annotate_row(line, outcome, suffix=suffix))
                 sink.flush()
                 tally.update(verdict_name(outcome.value) for _, outcome in batch)
                 bar.set_postfix_str(_counts(tally), refresh=False)
@@ -319,44 +313,42 @@ def score_lines(
     Not more than MOST_ROWS rows, or the first beyond MOST_BYTES, are in flight. Raises ValueError for the first bad
     row, after everything before it.
     """
-    flying: deque[tuple[bytes, Problem, Completion, BegunCall]] = deque()
-    fault, size, full = None, 0, False
+    pending: deque[tuple[bytes, Problem, Completion, BegunCall]] = deque()
+    error_of_row, size, full = None, 0, False
     try:
         while True:
-            rows, hungry = [], not lines.ready and not lines.ended
-            full = full and (len(flying) > MOST_ROWS // 2 or size > MOST_BYTES // 2)  # many rows are submitted together
+            rows, must_read = [], not lines.ready and not lines.ended
+            full = full and (
+                len(pending) > MOST_ROWS // 2 or size > MOST_BYTES // 2
+            )  # many rows are submitted together
             try:
-                if hungry and select([lines], [], [], PAUSE if flying else None)[0]:
+                if must_read and select([lines], [], [], PAUSE if pending else None)[0]:
                     lines.fill()
                 while lines.ready and not full:
                     where, number, line = lines.ready.popleft()
                     rows.append((line, *parse_row(where, number, line, needs=needs, suffix=suffix)))
                     size += len(line)
-                    full = len(flying) + len(rows) >= MOST_ROWS or size >= MOST_BYTES
+                    full = len(pending) + len(rows) >= MOST_ROWS or size >= MOST_BYTES
             except ValueError as error:
-                fault = error
+                error_of_row = error
                 lines.stop()
             problems, completions = [row[1] for row in rows], [row[2] for row in rows]
             calls = pool.submit(fn, problems, completions)
-            flying += [(*row, call) for row, call in zip(rows, calls, strict=True)]
-            if not flying and lines.ended:
+            pending += [(*row, call) for row, call in zip(rows, calls, strict=True)]
+            if not pending and lines.ended:
                 break
-            if flying and (lines.ready or lines.ended):
-                wait([flying[0][-1].future])
-            count = next((n for n, (*_, call) in enumerate(flying) if not call.future.done()), len(flying))
-            if done := [flying.popleft() for _ in range(count)]:
+            if pending and (lines.ready or lines.ended):
+                wait([pending[0][-1].future])
+            count = next((n for n, (*_, call) in enumerate(pending) if not call.future.done()), len(pending))
+            if done := [pending.popleft() for _ in range(count)]:
                 size -= sum(len(line) for line, *_ in done)
                 outcomes = pool.collect(fn, *zip(*(row[1:] for row in done), strict=True))
                 yield [(line, outcome) for (line, *_), outcome in zip(done, outcomes, strict=True)]
     finally:
-        for *_, call in flying:
+        for *_, call in pending:
             call.future.cancel()
-    if fault is not None:
-        raise fault
-
-
-def _meaning(outcome: Outcome, none: str) -> Outcome:
-    return outcome._replace(reason=none) if outcome.reason == RETURNED_NONE else outcome
+    if error_of_row is not None:
+        raise error_of_row
 
 
 def _source(path: Path | None) -> BinaryIO:

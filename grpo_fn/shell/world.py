@@ -172,7 +172,7 @@ class World:
     def _give_up(self, waited: float, what: str) -> None:
         message = (
             f"rank {self.rank} of {self.size} at {self.where()}: waited {waited:.0f} s for the other ranks in {what}, "
-            f"expected at most {self.deadline:g}; the same command goes on from the newest checkpoint"
+            f"expected at most {self.deadline:g}; the same command resumes from the newest checkpoint"
         )
         print(message, file=sys.stderr, flush=True)
         with suppress(Exception):  # the exit code is the same without

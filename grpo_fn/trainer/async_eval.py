@@ -1,4 +1,4 @@
-"""Evaluation beside the training: an engine of its own answers, a thread of the main rank judges, and steps go on.
+"""Evaluation beside the training: a second engine answers, a thread of the main rank grades, and steps continue.
 
 The figures of an evaluation belong to the step whose weights it measured, whenever they come: that step's line of the
 metrics takes them in. Until then the evaluation is pending. So are it and its step's checkpoint, which is written at
@@ -32,7 +32,7 @@ EvaluationResult = tuple[list[GradedAnswer], list[str]]  # and complaints of gra
 def run_evaluation(run: TrainingRun, evaluator: EngineSampler, should_stop: ShouldStop) -> EvaluationResult:
     """The evaluation itself, on the main rank alone. Its workers begin and end with it: they live in its thread.
 
-    Raises ScoringInterrupted once `should_stop` says so: it is asked every few decode steps, or after every completion
+    Raises ScoringInterrupted once `should_stop` is true: it is called every few decode steps, or after every completion
     of a server, and after every few rows of a grader.
     """
     how = run.settings.evaluation
@@ -147,7 +147,7 @@ def credit_score(progress: Progress, step: int, figures: Mapping[str, float]) ->
 
 
 def resume_pending(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> None:
-    """What was pending in the checkpoint that the run goes on from.
+    """Settle what was pending in the checkpoint from which the run resumes.
 
     An evaluation that came in after the checkpoint is in the metrics; another one is made again, of the weights in the
     checkpoint of its step. The policy is left as it was.

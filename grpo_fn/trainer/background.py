@@ -16,7 +16,7 @@ ShouldStop = Callable[[], bool]  # whether the work that is given it is needed n
 
 
 class Background(AbstractContextManager):
-    """Work of the main rank, beside which all ranks go on; they call the same methods of it.
+    """Work of the main rank, beside which all ranks continue; they call the same methods of it.
 
     Left, it cancels what is at work. Work that then does not return soon is abandoned in its daemon thread. It should
     return: a thread that is inside torch when Python ends takes the process down with it, and its exit code.
@@ -33,7 +33,7 @@ class Background(AbstractContextManager):
         self._future: Future[tuple[Any, float]] = Future()
 
     def start_task(self, name: str, work: Callable[[ShouldStop], Any]) -> None:
-        """Start `work` in a thread of the main rank; it is given a function that says whether to stop, to ask often.
+        """Start `work` in a thread of the main rank; it gets a function that returns whether to stop, to call often.
 
         Raises RuntimeError when another one is at work.
         """

@@ -80,12 +80,12 @@ JUDGE_FOLDER = "judge"  # in the run folder
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What the command line asks for."""
+    """The command line of a run."""
 
     config: Config
     run_dir: Path
     dry_run: bool
-    ranks: int  # that a dry run is asked about, evenly on so many hosts
+    ranks: int  # of a dry run, evenly on so many hosts
     hosts: int
     force: bool
 
@@ -424,7 +424,7 @@ def sampler_options(
     environments: Environments | None,
     on_completions: OnCompletions | None = None,
 ) -> SamplerOptions:
-    """What the sections ask of a sampler."""
+    """The options of a sampler, from the sections."""
     return SamplerOptions(
         tokenizer=tokenizer,
         token_sampler=token_sampler,
@@ -446,17 +446,17 @@ def start_evaluator(
     world: World,
     environments: Environments | None,
 ) -> EngineSampler:
-    """An engine of its own for evaluations beside the training."""
+    """A second engine, for evaluations beside the training."""
     how = settings.evaluation
     own = copy.deepcopy(tokenizer)  # a tokenizer is not made for two threads
     options = sampler_options(own, token_samplers.greedy, settings.sampling, settings.data, environments)
     options = replace(options, max_rows=how.max_rows)
-    whole = partial(spec.full_model, world.device, spec.dtype)  # a module of its own, whatever trains
+    whole = partial(spec.full_model, world.device, spec.dtype)  # a second module, whatever trains
     start = partial(how.async_sampler, sampler_context(spec, world, whole), options)
     return world.together(start, what="starting the evaluator")
 
 
-# -- which problems a step asks
+# -- the state of the curriculum
 
 
 def first_carry(run: TrainingRun) -> Carry:

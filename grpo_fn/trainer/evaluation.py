@@ -1,4 +1,4 @@
-"""A policy on held-out problems: one greedy answer to each, and as many sampled ones as asked for.
+"""A policy on held-out problems: one greedy answer to each, and any number of sampled ones.
 
 `evaluate` finds out about every problem by itself, `summarise` adds up. What was found may come in parts, from several
 calls or several ranks, and in any order: the figures are those of the whole.
@@ -46,7 +46,7 @@ def check_sampled(samples: int, ks: Sequence[int], by: Sequence[str]) -> None:
 
 
 class Attempt(NamedTuple):
-    """One completion, and what the judges say of it."""
+    """One completion, and the scores of the judges."""
 
     text: str
     marked: str | None  # its answer; "" where it marks none, None where completions have no answer to mark
@@ -62,7 +62,7 @@ class Attempt(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """right, wrong or unscorable, as the first judge says."""
+        """right, wrong or unscorable, by the first judge."""
         return verdict_name(next(iter(self.scores.values())))
 
 
@@ -100,7 +100,7 @@ def evaluate(
     """A greedy completion of every problem and `samples` drawn ones, judged; in the order of the problems.
 
     What is found about a problem depends on (weights, problem, key) alone, so problems may come in any order and in
-    any number of calls. Raises ValueError when the judges have no names of their own.
+    any number of calls. Raises ValueError when the judges have no different names.
     """
     names = grader_names(judges)
     keys = prng.split(key, 2)  # sample folds uids into the key it is given, so that key is for nothing else
@@ -143,7 +143,7 @@ def final_answer(text: str) -> str | None:
 def grader_names(judges: Sequence[RewardFn]) -> list[str]:
     """The functions' names, as for reward parts. Raises ValueError for none, for two alike and for a figure's name."""
     if not judges:
-        raise ValueError("judges: got none, expected at least one: the first says what is right")
+        raise ValueError("judges: got none, expected at least one: the first decides what is right")
     names = part_names(judges)
     if odd := TAKEN.intersection(names[1:]):
         raise ValueError(
@@ -222,7 +222,7 @@ def problems_by_meta(judged: Sequence[GradedAnswer], key: str) -> dict[str, list
     return dict(sorted(groups.items()))
 
 
-# -- shares of problems: what a share says, and what samples say about one
+# -- shares of problems: their intervals, and estimates from samples
 
 
 def exact_mean(values: Sequence[float | int]) -> float:

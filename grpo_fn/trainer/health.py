@@ -1,7 +1,7 @@
 """Is the run healthy? Rules on the metrics so far, `(history) -> str | None`: what was seen, what it means, what to do.
 
 A history is the run's lines of metrics, oldest first: name to number, a line a step (README, "Reading the metrics").
-A step may lack a metric: what depends on the newest value then says nothing, and windows are over the values that are
+A step may lack a metric: a rule on the newest value is then silent, and windows are over the values that are
 there. Numbers that are not finite are the business of `not_finite` alone. A rule never raises on a history.
 
 `RULES` is the table of them. Their limits are rules of thumb, not laws.
@@ -22,7 +22,7 @@ Rule = Callable[[History], str | None]
 # What is remembered of a run: its beginning, which some rules compare with, and its newest lines.
 FIRST, LAST = 64, 1024
 
-# A rule has to hold its peace for so many lines before it is news again.
+# A rule has to be silent for so many lines before it is news again.
 CALM = 10
 
 LOST_TO = ("timeouts", "worker_crashes", "protocol_errors", "exceptions")
@@ -30,7 +30,7 @@ WATCHED = ("reward", "advantage", "loss")  # groups of metrics, by what their na
 
 
 class HealthFinding(NamedTuple):
-    """What a rule says, and its name."""
+    """The text of a rule, and its name."""
 
     rule: str
     text: str
@@ -86,7 +86,7 @@ def new_findings(rules: Sequence[Rule], history: History) -> list[HealthFinding]
 def rules_with_limits(chosen: Sequence[str | Rule], limits: Mapping[str, int | float]) -> list[Rule]:
     """The rules of these names, with other limits where `limits` has one, and functions as they are.
 
-    A function is asked about no history at all, so that knobs that cannot work raise ValueError before the run begins.
+    A function is called with no history at all, so that knobs that cannot work raise ValueError before the run begins.
     """
     rules: list[Rule] = []
     for rule in chosen:
@@ -189,7 +189,7 @@ def share_reached(history: History, limit: int | float, *, metric: str, steps: i
 
 
 def signal_missing(history: History, limit: int | float, *, steps: int) -> str | None:
-    """Groups of equal rewards, and on which side the problems are wrong; where no row has a score others say why."""
+    """Groups of equal rewards, and on which side the problems are wrong; None where no row has a score."""
     seen = share_reached(history, limit, metric="advantage/zero_variance_groups", steps=steps)
     if seen is None or newest_value(history, "reward/invalid") == 1:
         return None

@@ -87,13 +87,13 @@ def run_training(run: TrainingRun) -> int:
         progress.seconds = time.perf_counter() - began
         with ErrorContext(run.world, progress.state.step, loggers.clock), loggers.clock.span("export"):
             export_run(run, progress, loggers)
-            if start < progress.state.step:  # the events of a run that was done before say so already
+            if start < progress.state.step:  # the events of a run that was done before have it already
                 loggers.write(MetricsWriter.finish)
     return 0
 
 
 def read_tape(run: TrainingRun, start: int) -> list[str]:
-    """Take in what environments answered in steps that a run has taken and lost; returns what there is to say of it."""
+    """Take in what environments answered in steps that a run has taken and lost; returns a line on it."""
     if run.environments is None or run.request.force:  # with another configuration it is another run
         return []
     steps = run.world.agree(
@@ -130,7 +130,7 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
 
 
 def resume(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> None:
-    """Go on from a checkpoint: history, batches sampled ahead, pending evaluations."""
+    """Resume from a checkpoint: history, batches sampled ahead, pending evaluations."""
     start = progress.state.step
     progress.carried = check_restored(run, progress.carried)
     if run.world.main:
@@ -183,11 +183,11 @@ def end_early(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> int 
     if loggers.fatal:
         rules = ", ".join(finding.rule for finding in loggers.fatal)
         loggers.line(
-            f"ended by {rules} (sections.Health.stop) after step {done}, which is saved. To go on, until a rule "
+            f"ended by {rules} (sections.Health.stop) after step {done}, which is saved. To resume, until a rule "
             f"fires anew: {again}"
         )
         return EXIT_UNHEALTHY
-    loggers.line(f"stopped by {signal} after step {done}. To go on from here: {again}")
+    loggers.line(f"stopped by {signal} after step {done}. To resume from here: {again}")
     return EXIT_STOPPED
 
 

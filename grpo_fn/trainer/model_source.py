@@ -25,7 +25,7 @@ WEIGHTS = "weights."  # what the names of the model's tensors begin with in a ch
 
 @dataclass(frozen=True)
 class LocatedModel:
-    """The model of `source`, with the weights of the checkpoint where there is one; adapters go on top of its own."""
+    """The model of `source`, with the weights of the checkpoint, if any, or its adapters merged."""
 
     source: hf.ModelSource
     checkpoint: Path | None
@@ -36,7 +36,7 @@ def locate(name: str, *, warn: Callable[[str], None]) -> LocatedModel:
     """What the name means: DIR/checkpoints/step_N of a run, a run folder DIR, else a Hugging Face folder or hub name.
 
     Of a run folder the newest weights: a checkpoint that verifies, or `model/` once the run is over. Nothing in it is
-    changed, so the run may be going on; checkpoints found broken on the way go to `warn`. Raises ValueError for a
+    changed, so the run may be at work; checkpoints found broken on the way go to `warn`. Raises ValueError for a
     checkpoint that is broken or in no run folder, and for a run that has saved nothing.
     """
     path, run = Path(name).absolute(), run_of(name)
@@ -82,7 +82,7 @@ def verified_checkpoint(path: Path) -> Path:
     """The checkpoint, once its hashes verify. Raises ValueError with the reason when they do not."""
     try:
         verify(path)
-    except (Broken, OSError) as error:  # a run that is going on may delete it while it is looked at
+    except (Broken, OSError) as error:  # a run at work may delete it while it is looked at
         raise ValueError(f"got checkpoint {path}, which is broken: {error}; expected a whole one") from error
     return path
 

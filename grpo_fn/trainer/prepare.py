@@ -27,9 +27,9 @@ DATA, SAMPLING, EVALUATION, ADAPTERS, PROBING, SHOWING, CHOOSING = range(7)  # s
 
 
 def draws_to_check(settings: Settings, task: Task) -> int:
-    """Training problems from the first one on among which all that the run may ask are, an epoch at most.
+    """Training problems from the first one on among which are all that the run may sample, an epoch at most.
 
-    A curriculum may ask a single arm all the time; where there are rows, all of them are looked at anyway.
+    A curriculum may choose a single arm all the time; where there are rows, all of them are looked at anyway.
     """
     draws = settings.algorithm.prompts * settings.steps
     if settings.curriculum is not None and not task.rows:
@@ -120,7 +120,7 @@ def check_openings(
     """Raise ValueError where an opening leaves no token for a turn, among the problems with the longest prompts.
 
     Others are found out when they are sampled, and those of environments that are not pure, as a replay is without
-    their tools. One that cannot begin is no error here: the tape of a replay may say how it began.
+    their tools. One that cannot begin is no error here: the tape of a replay may have how it began.
     """
     if episodes is None or not episodes.environment.pure:
         return
@@ -157,7 +157,7 @@ def fitting_episodes(
             raise ValueError(
                 f"sections.Data.overlong_prompts: got a rule that leaves out {count} problems by their prompts, and "
                 f"{episodes.name}, which is not pure, expected overlong.refuse: what such an environment begins with "
-                "is known when it is asked, in the run"
+                "is known only in the run"
             )
         return left
     if not refuses and task.rows:

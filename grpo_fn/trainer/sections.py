@@ -105,7 +105,7 @@ class Episodes:
     max_turns: int  # of an episode
     max_turn_tokens: int  # that the policy may sample in a turn
     on_failure: OnFailure  # (failure, whether tools were called) -> the answer that the episode gets
-    answer_steps: int | None  # decode steps before an answer is waited for; None: rows go on as answers come
+    answer_steps: int | None  # decode steps before an answer is waited for; None: rows continue as answers come
     workers: int  # processes that the environment runs in, on each rank
     deadline: float  # wall clock of a start or step, seconds
     memory_mb: int  # address space of each process, MB
@@ -230,13 +230,13 @@ class Evaluation:
 
     every: int  # steps; 0: only before and after the training
     problems: int  # held-out problems, at most
-    graders: Sequence[RewardFn]  # the first one says what is right
+    graders: Sequence[RewardFn]  # the first one decides what is right
     samples: int  # drawn for each problem, besides the greedy answer
     ks: Sequence[int]  # of pass@k and maj@k
     token_sampler: TokenSampler  # of the samples
     extract_answer: AnswerExtractor | None  # completion -> answer, for maj@k and the tables
     by: Sequence[str]  # problem fields to report separately
-    async_sampler: SamplerFactory | None  # an engine beside the training; None: its own, in turn
+    async_sampler: SamplerFactory | None  # an engine beside the training; None: that of the training, in turn
     max_rows: int  # sequences that async_sampler decodes at once
     timeout: float  # seconds that an evaluation by async_sampler may take
 

@@ -1,4 +1,4 @@
-"""Teachers of on-policy distillation: models that say how likely they find what the policy sampled.
+"""Teachers of on-policy distillation: models that give log-probs of what the policy sampled.
 
 A teacher is another model, frozen; the policy itself; or a model on a vLLM server. It reads the
 policy's prompt, or one that has more in it (`privileged`), before the same sampled tokens.
@@ -74,7 +74,7 @@ def teacher_of_field(problem: Problem, *, name: str) -> str:
 
 
 def live(policy: FSDPPolicy, start: ReferenceModel | None) -> ReferenceModel:
-    """The policy as it is when the teacher is asked, before the step's update. It costs no memory.
+    """The policy as it is when the teacher's log-probs are computed, before the step's update. It costs no memory.
 
     Args:
         policy: the policy.
@@ -124,7 +124,7 @@ def moving_average(policy: FSDPPolicy, start: ReferenceModel | None, *, rate: fl
     return policy.keep_average(rate)
 
 
-# -- what teachers say of a step
+# -- the teachers' log-probs of a step
 
 
 def teacher_logp(
@@ -195,7 +195,7 @@ def teacher_prompts(groups: Groups, prompt: PrivilegedPrompt | None) -> list[str
 
 
 def ask_server(served: VllmTeacher, world: World, rollout: Rollout) -> Float[Tensor, "B T"]:
-    """Log-probs of a rollout's tokens from vLLM servers, which one rank asks for all."""
+    """Log-probs of a rollout's tokens from vLLM servers, which one rank requests for all."""
     return world.agree_at_length(partial(served.logp, rollout), what="the teacher's log-probs from its servers")
 
 
@@ -441,7 +441,7 @@ def teacher_positions(name: str, how: Teacher, checked: ValidatedPlan) -> int | 
 def teacher_of_run(
     how: Teacher | None, policy: FSDPPolicy, loaded: LoadedModel, taught: PreparedTeachers, world: World
 ) -> Callable[[Groups, Tensor], Tensor] | None:
-    """What a step asks for the teacher's log-probs."""
+    """The function by which a step gets the teachers' log-probs."""
     if how is None:
         return None
     if how.relative_entropy:

@@ -261,7 +261,7 @@ def check_sampler_logp(algorithm: Algorithm, max_staleness: int) -> None:
     corrects = "trainer_logp" in learned or "logp_sampled" in learned or (itself and "fresh_samples" not in learned)
     if max_staleness > 0 and not corrects:
         raise ValueError(
-            f"max_staleness: got {max_staleness} with an objective that does not ask how likely the sampler found its "
+            f"max_staleness: got {max_staleness} with an objective that does not use the sampler's log-probs of its "
             "samples, so stale ones would be learned from as if they were fresh: expected max_staleness 0, or "
             "step.Algorithm.old_logp = @step.from_trainer and "
             "objective.policy_objective.importance_correction = @corrections.truncated_weight"
@@ -271,7 +271,7 @@ def check_sampler_logp(algorithm: Algorithm, max_staleness: int) -> None:
 def check_group_size(algorithm: Algorithm) -> None:
     """Raise ValueError for groups of one that are compared within."""
     declared = needs(algorithm.credit)
-    # A teacher's gap is a signal of its own, unless it only reweighs advantages.
+    # A teacher's gap is a signal, unless it only reweighs advantages.
     gap = "logp_teacher" in declared and not any(uses_of(distillation.teacher_reweighted, algorithm.credit))
     if algorithm.group_size == 1 and "groups" in declared and not gap:
         raise ValueError(
@@ -324,25 +324,16 @@ def check_curriculum_of_run(settings: Settings, task: Task, parts: Sequence[str]
 
 
 def try_token_sampler(token_sampler: Callable[..., Any], temperature: float) -> None:
-    """Raise ValueError unless the token sampler draws a token and its log-prob for every row."""
+    """Raise ValueError unless the token sampler draws a token and its log-prob for every row of a toy step."""
+    knob = "sections.Sampling.token_sampler"
+    expected = "(token [B] of integers, logp [B] in nats) for (logits [B, V], u [B])"
     logits, u = torch.linspace(-1, 1, 20).view(4, 5), torch.tensor([0.1, 0.4, 0.6, 0.9])
-    names = [*own_functions(token_sampler)]
-    users = [name for name in names if not name.startswith("grpo_fn.")]
-    try:
-        draws = token_sampler(logits, u, temperature=temperature)
-        if isinstance(draws, tuple) and len(draws) == 2:
-            fault = wrong_tensor(draws[0], (4,), torch.long) or wrong_tensor(draws[1], (4,), torch.float32)
-        else:
-            fault = shown_type(draws)
-    except Exception as error:
-        if isinstance(error, ValueError) and not users:
-            raise  # grpo_fn's own say what they got and expected
-        fault = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    draws = _called(knob, token_sampler, lambda: token_sampler(logits, u, temperature=temperature), expected=expected)
+    fault: str | None = shown_type(draws)
+    if isinstance(draws, tuple) and len(draws) == 2:
+        fault = wrong_tensor(draws[0], (4,), torch.long) or wrong_tensor(draws[1], (4,), torch.float32)
     if fault is not None:
-        raise ValueError(
-            f"sections.Sampling.token_sampler: got {fault} from {', '.join(users or names[:1])} on a toy step, "
-            "expected (token [B] of integers, logp [B] in nats) for (logits [B, V], u [B])"
-        )
+        raise ValueError(f"{knob}: got {fault} from {_name(token_sampler)} on a toy step, expected {expected}")
 
 
 def wrong_tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
@@ -423,7 +414,7 @@ def _called(knob: str, function: Any, call: Callable[[], T], *, expected: str) -
     try:
         return call()
     except (ValueError, OSError):
-        raise  # bad input of the function's own, which says what it got
+        raise  # bad input, which the function has named
     except Exception as error:
         text = str(error).strip()
         got = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
@@ -454,7 +445,7 @@ def reward_parts(reward: Callable[..., Reward], problem: Problem) -> tuple[list[
 def try_rewards(knob: str, fns: Sequence[RewardFn], problem: Problem, make_pool: Callable[[], RewardPool]) -> None:
     """Raise ValueError unless each function gives a number or None for the answer of a problem and for an empty text.
 
-    A row that is late or whose worker dies is no error here: the run loses such rows and goes on.
+    A row that is late or whose worker dies is no error here: the run loses such rows and continues.
     """
     texts = (Completion(problem.answer, 1, False), Completion("", 1, True))
     for fn in fns:
@@ -477,7 +468,7 @@ def try_rewards(knob: str, fns: Sequence[RewardFn], problem: Problem, make_pool:
 
 
 def judges_of_run(settings: Settings) -> list[Judge]:
-    """The judges that a run asks."""
+    """The judges of a run."""
     by_identity = {id(judge): judge for judge in judges_of([settings.rewards.reward, *settings.evaluation.graders])}
     judges = [*by_identity.values()]
     names = [judge.name for judge in judges]
@@ -495,7 +486,7 @@ TEXTS = ("", "text", "<tool_call>", "\N{REPLACEMENT CHARACTER}")  # an environme
 def try_environment(episodes: Episodes | None, problem: Problem) -> None:
     """Raise ValueError unless the environment answers a problem and any text.
 
-    It is asked in a worker process, as in the run. What is wrong for one text only is no error here, as a row bears it.
+    It runs in a worker process, as in the run. What is wrong for one text only is no error here, as a row bears it.
     """
     if episodes is None:
         return

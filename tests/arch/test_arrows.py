@@ -220,7 +220,7 @@ def test_the_package_itself_imports_nothing() -> None:
         ("rewards.math", "import transformers", "rewards.math:1: rewards is pure and imports transformers"),
         ("core.json_lines", "import os", "core.json_lines:1: core is pure and imports os"),
         ("core.problem", "import torch", "core.problem:1: it has to start without torch and imports torch"),
-        ("doctor.__main__", "import torch.nn", "doctor.__main__:1: it has to start without torch and imports torch.nn"),
+        ("doctor", "import torch.nn", "doctor:1: it has to start without torch and imports torch.nn"),
         ("train", "import gin", "train:1: imports gin, which only config.parse may"),
         ("shell.world", "from gin import config", "shell.world:1: imports gin.config, which only config.parse may"),
         ("algo.losses", "from grpo_fn import testing", "algo.losses:1: algo imports grpo_fn.testing"),

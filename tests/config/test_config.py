@@ -147,25 +147,12 @@ def leaves(value: Any) -> list[Any]:
     return [value, *(leaves(value.__wrapped__) if hasattr(value, "__wrapped__") else [])]
 
 
-def test_a_class_takes_constructor_parameters_of_any_kind() -> None:
-    assert value_of("@fm.Sampler()\nfm.Sampler.width = 4") == fm.Sampler(4)
-    later = value_of("@fm.Sampler\nfm.Sampler.depth = 5")
-    assert later(1) == fm.Sampler(1, 5)
-
-
 def test_an_evaluated_reference_is_called_once_for_equal_knobs() -> None:
     fm.calls.clear()
     first, second, other = value_of("[@fm.task(), @fm.task(), @a/fm.task()]\nfm.task.size = 3\na/fm.task.size = 4")
     assert first is second
     assert (first, other) == (("task", 3), ("task", 4))
     assert fm.calls == [3, 4]
-
-
-def test_nothing_is_called_before_the_whole_configuration_is_sound() -> None:
-    fm.calls.clear()
-    complaint(RUN, "fm.root.steps=0.5")
-    load_text(RUN)
-    assert fm.calls == []
 
 
 scopes = st.sampled_from(["", "a/", "b/", "a/b/", "b/a/"])
@@ -197,14 +184,6 @@ def test_a_later_binding_beats_an_earlier_one_and_an_include() -> None:
     assert last.kwargs() == {"value": 4}
 
 
-def test_several_gin_files_are_laid_over_one_another(tmp_path: Path) -> None:
-    for name, value in (("one.gin", 1), ("two.gin", 2)):
-        (tmp_path / name).write_text(f"{HEADER}fm.anything.value = {value}\n")
-    files = [str(tmp_path / name) for name in ("one.gin", "two.gin")]
-    assert load_config(files, [], root="fixture_module.anything").kwargs() == {"value": 2}
-    assert load_config(files[::-1], [], root="fixture_module.anything").kwargs() == {"value": 1}
-
-
 # Command-line parameters.
 
 
@@ -212,17 +191,11 @@ def test_several_gin_files_are_laid_over_one_another(tmp_path: Path) -> None:
     ("said", "meant"),
     [
         ("/data/model", "/data/model"),
-        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"),
-        ("../shared/x.jsonl", "../shared/x.jsonl"),
-        ("model", "model"),
         ("2wiki", "2wiki"),
-        ("2024-01-01", "2024-01-01"),
         ("a b=c", "a b=c"),
         ("'quoted'", "quoted"),
-        ('"7"', "7"),
         ("7", 7),
         ("-1e-6", -1e-6),
-        ("True", True),
         ("None", None),
         ("[1, 'x']", [1, "x"]),
         (" 3 ", 3),
@@ -245,16 +218,6 @@ def test_parameters_may_name_functions_and_knobs_through_the_imports_of_the_file
     config = load_text(RUN, "fm.root.advantage=@s/fm.shift", "s/fm.shift.by=%STEPS", "STEPS=7", "fm.root.rate=2")
     assert config.kwargs()["advantage"](1) == 8
     assert config.kwargs()["rate"] == 2
-
-
-def test_a_knob_is_never_taken_for_a_bare_string() -> None:
-    assert "got '/data/model', expected a gin value" in complaint(RUN, "fm.root.steps=/data/model")
-
-
-def test_overriding_a_knob_does_not_make_its_macro_an_error() -> None:
-    config = load_text(RUN, "fm.root.steps=3")
-    assert config.kwargs()["steps"] == 3
-    assert load_text(config.text).kwargs()["steps"] == 3
 
 
 def test_a_name_that_two_files_use_differently_is_refused() -> None:
@@ -355,7 +318,6 @@ def test_a_file_of_the_working_folder_does_not_take_the_place_of_one_of_ours(
     ("line", "expected"),
     [
         ("STPES = 5", "STPES: nothing uses this macro (bound at main.gin:LINE); did you mean STEPS?"),
-        ("steps = 5", "steps: nothing uses this macro (bound at main.gin:LINE); did you mean STEPS?"),
         ("ZZ = 5", "ZZ: nothing uses this macro (bound at main.gin:LINE); macros in use: STEPS"),
         (
             "fm.root.rate = %RATE",
@@ -379,20 +341,12 @@ def test_a_file_of_the_working_folder_does_not_take_the_place_of_one_of_ours(
         ),
         ("fm.objective.batch = 1", "fixture_module.objective: got a binding for batch, expected none, as the program"),
         ("fm.root.rate = 'fast'", "fixture_module.root.rate: got 'fast' (str), expected float"),
-        ("fm.root.steps = 1e3", "fixture_module.root.steps: got 1000.0 (float), expected int"),
-        ("fm.root.steps = True", "fixture_module.root.steps: got True (bool), expected int"),
-        ("fm.root.steps = None", "fixture_module.root.steps: got None (NoneType), expected int"),
         ("fm.root.steps = @fm.plain", "fixture_module.root.steps: got @fixture_module.plain, expected int"),
         ("fm.root.advantage = @fm.plan", "main.gin:LINE: fm.plan: fixture_module has no plan; did you mean plain?"),
-        ("fm.root.advantage = @am.plain", "main.gin:LINE: 'am' was not provided by an import statement."),
         ("fm.root.advantage = @fm.nameless", "fixture_module.<lambda>: got <function <lambda>"),
         ("fm.root.advantage = @fm", "main.gin:LINE: got fm, expected module.function"),
-        ("fm.steps = 1", "main.gin:LINE: got fm, expected module.function (and module.function.knob to bind a knob)"),
         ("fm.root.advantage = %gin.REQUIRED", "got %gin.REQUIRED, expected a value, a macro or a function"),
-        ("import no_such_module", "main.gin:LINE: No module named 'no_such_module'"),
         ("fm.root.rate 1", "main.gin:LINE: "),
-        ("fm.root.rate = [1, 2", "main.gin:"),
-        ("fm.root.rate = 'open", "main.gin:"),
         ("include 'no/such.gin'", "main.gin: got 'no/such.gin', expected a gin file"),
         ("include '$HERE/main.gin'", "main.gin: got an include of main.gin, which includes this file"),
         ("fm.root.task = @fm.shift()", "@fixture_module.shift(): got no value for x, expected @fixture_module.shift"),
@@ -447,22 +401,6 @@ def test_what_the_program_supplies_may_be_unbound_only_where_it_supplies_it() ->
     assert message.startswith("fixture_module.objective: got no value for batch, totals, expected each bound")
 
 
-def test_knobs_of_a_function_that_was_replaced_are_no_error() -> None:
-    text = f"{RUN}fm.root.advantage = @fm.shift\nfm.shift.by = 4\n"
-    config = load_text(text, "fm.root.advantage=@fm.plain")
-    assert config.kwargs()["advantage"] is fm.plain
-
-
-def test_macros_of_a_function_that_was_replaced_need_no_value() -> None:
-    config = load_text(f"{RUN}fm.shift.by = %UNSET\n")
-    assert load_text(config.text).fingerprint == config.fingerprint
-
-
-def test_open_ended_functions_take_any_knob() -> None:
-    f = value_of("@fm.open_ended\nfm.open_ended.known = 1\nfm.open_ended.surprise = 2")
-    assert f(0) == (0, 1, {"surprise": 2})
-
-
 def test_plain_annotations_are_checked_and_an_integer_is_a_float() -> None:
     knobs = {"count": "1", "ratio": "1", "name": "'x'", "flag": "False"}
 
@@ -473,11 +411,6 @@ def test_plain_annotations_are_checked_and_an_integer_is_a_float() -> None:
     for changed in ({"count": "1.0"}, {"ratio": "True"}, {"name": "1"}, {"flag": "0"}, {"flag": "[True]"}):
         with pytest.raises(ValueError, match=r"fixture_module\.typed"):
             value_of(typed(**changed))
-
-
-def test_functions_need_dynamic_registration_first() -> None:
-    message = complaint("import fixture_module as fm\nfm.shift.by = 1\n")
-    assert message == "main.gin:2: got fm.shift, expected a line `from __gin__ import dynamic_registration` before it"
 
 
 def test_an_error_inside_an_imported_module_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,7 +446,7 @@ def test_files_are_found_in_the_gin_folder_without_a_word(
     assert caplog.records == []  # gin's own reader logs an error for every place without the file
 
 
-@pytest.mark.parametrize("param", ["STEPS", "=3", "1X=3", "a b=3", "fm.root.=3", "--x=3"])
+@pytest.mark.parametrize("param", ["STEPS", "=3", "1X=3", "fm.root.=3"])
 def test_a_parameter_is_name_equals_value(param: str) -> None:
     assert "expected NAME=VALUE" in complaint(RUN, param)
 
@@ -545,21 +478,10 @@ def test_what_a_taker_does_not_take_may_be_unbound_and_what_it_takes_may_not() -
     assert "NEVER" not in str(caught.value)
 
 
-def test_a_mistake_in_a_name_is_refused_for_a_taker_too() -> None:
-    for params in (["fm.root.stps=1"], ["fm.root.rate=%RATE", "RTE=1"]):
-        with pytest.raises(ValueError, match=r"stps|RTE"):
-            taken(RUN, *params)
-
-
 def test_the_dump_for_a_taker_is_that_of_the_root() -> None:
     assert taken(RUN).text == load_text(RUN).text
     assert taken(RUN, "fm.root.rate=3").fingerprint == taken(RUN).fingerprint
     assert taken(RUN, "STEPS=11").fingerprint != taken(RUN).fingerprint != load_text(RUN).fingerprint
-
-
-def test_a_taker_may_take_only_what_the_root_has() -> None:
-    with pytest.raises(AssertionError, match="does not have"):
-        taken(RUN, taker="fixture_module.typed")
 
 
 # Relaunching.
@@ -606,15 +528,6 @@ CIRCLE = [%CIRCLE]
     assert list(found) == sorted(found)
 
 
-def test_every_knob_of_a_real_configuration_is_in_the_table() -> None:
-    found = load_config(["run/arithmetic.gin"], ["STEPS=3"]).hparams
-    assert found["train.train.steps"] == 3
-    assert found["mesh.Parallelism.reshard_after_forward"] == "True"
-    assert found["train.train.policy"] == "@sections.PolicyUpdate()"
-    assert found["sections.PolicyUpdate.optimizer"] == "@optimizer.adamw"
-    assert not any("%" in str(value) for value in found.values())
-
-
 def test_modules_that_share_a_last_name_keep_apart_in_the_dump() -> None:
     text = (
         f"{HEADER}from json import decoder\nfrom xml.dom import minidom as decoder2\nimport json.encoder\n"
@@ -656,13 +569,17 @@ def test_the_fingerprint_is_blind_to_spelling_and_sees_every_value() -> None:
 # The command line.
 
 
-def test_help_and_reading_need_no_torch() -> None:
+def test_help_needs_no_torch_and_a_mistyped_knob_is_named_without_it() -> None:
     code = (
-        "import sys; from grpo_fn import run; import grpo_fn.config; run.flags().format_help(); "
-        "sys.exit('torch' in sys.modules or 'grpo_fn.train' in sys.modules)"
+        "import sys; from grpo_fn import run; run.flags().format_help(); "
+        "argv = ['--gin_file', 'run/arithmetic.gin', '--gin_param', 'sections.Sampling.temprature=1']; "
+        "sys.exit(run.main(argv) + 10 * ('torch' in sys.modules))"
     )
     root = Path(__file__).resolve().parents[2]
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "sections.Sampling: got a binding for temprature, expected one of sampler, max_rows" in done.stderr
+    assert "did you mean temperature?" in done.stderr
 
 
 def test_the_default_run_folder_is_named_after_the_gin_file_and_the_time(
@@ -744,9 +661,3 @@ def test_bad_input_is_a_message_and_a_failure_at_work_keeps_its_traceback(
     assert capsys.readouterr().err == "error: got no file for 7\n"
     with pytest.raises(ValueError, match="got a nan"):
         launched(monkeypatch, tmp_path, fail_at_work)
-
-
-def test_how_the_work_is_spread_is_no_part_of_what_a_run_is() -> None:
-    here, there = (load_config(["run/arithmetic.gin"], params) for params in ([], ["mesh.Parallelism.dp_shard=1"]))
-    assert here.fingerprint == there.fingerprint
-    assert here.text != there.text

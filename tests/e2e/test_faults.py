@@ -51,7 +51,7 @@ def survivors_said_so(over: Job, doom: Doom, within: float) -> None:
         assert f"rank {rank} of {len(codes) + 1}" in said, over.everything()
         assert any(f"step {n}, phase " in said for n in range(2, 7)), said
         assert f", rank {rank}" in said
-        assert "the same command goes on from the newest checkpoint" in said
+        assert "the same command resumes from the newest checkpoint" in said
         assert "Traceback" not in said, said
         assert over.lasted(rank) < within + LATE, f"{over.lasted(rank):.1f} s; {over.everything()}"
 

@@ -107,7 +107,7 @@ def test_tensorboard_forgets_what_a_resume_has_undone(cache: Path, tmp_path: Pat
 def test_a_polite_signal_finishes_the_step_saves_and_says_so(cache: Path, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert finish(command(cache, run), tmp_path / "out", at_phase("generate", 3, signal.SIGTERM)(run)) == 75
-    said = "stopped by SIGTERM after step 3. To go on from here: python -m grpo_fn.run "
+    said = "stopped by SIGTERM after step 3. To resume from here: python -m grpo_fn.run "
     log = (run / "log.txt").read_text()
     assert said in log
     assert finish(shlex.split(log.partition(said)[2].splitlines()[0]), tmp_path / "out") == 0, (

@@ -186,7 +186,7 @@ def test_the_first_line_is_ours_and_a_dry_run_begins_with_its_numbers() -> None:
     assert done.stdout.index("at most at once") < done.stdout.index("# The resolved configuration of a run")
 
 
-@pytest.mark.parametrize("module", ["run", "eval.__main__", "score.__main__", "replay", "redteam", "doctor.__main__"])
+@pytest.mark.parametrize("module", ["run", "eval.__main__", "score.__main__", "replay", "redteam", "doctor"])
 def test_every_command_says_its_version(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"grpo_fn.{module}").flags().parse_args(["--version"])

@@ -260,7 +260,7 @@ def test_a_rank_that_waits_where_nothing_raises_is_ended_and_says_where_it_was()
     assert outcomes[1].status == EXIT_LOST
     said = outcomes[1].said
     assert "rank 1 of 2 at step 4, phase train: waited 1 s for the other ranks in something without an end" in said
-    assert "expected at most 0.5; the same command goes on from the newest checkpoint" in said
+    assert "expected at most 0.5; the same command resumes from the newest checkpoint" in said
     assert "in stuck" in said  # where every thread was
 
 

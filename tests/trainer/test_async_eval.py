@@ -9,22 +9,17 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from crew import CPU
 from hypothesis import given, settings
 from profiles import quarter
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo_fn.core.types import Carry, Gains, RunState
 from grpo_fn.shell.checkpoint import store
-from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.checkpoint.store import seal
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter
-from grpo_fn.shell.world import alone
 from grpo_fn.trainer import async_eval, health
 from grpo_fn.trainer.sections import Health
 from grpo_fn.trainer.state import BEST, Progress, figures_of, null_to_nan
 
-ALONE = alone(CPU)
 numbers = st.floats(width=32) | st.integers(-1000, 1000)
 
 
@@ -67,18 +62,6 @@ def test_a_line_ends_as_if_everything_had_been_there_at_once(
             assert row == expected
         assert [row["step"] for row in rows(path)] == [*range(7)]
         assert sorted(file.name for file in path.iterdir()) == ["metrics.jsonl", "tensorboard"]
-
-
-def test_tensorboard_has_it_at_its_step(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, start_step=0) as writer:
-        for now in range(4):
-            writer.scalars(now, {"loss/kl": 1.0})
-        writer.amend(1, {"eval/accuracy": 0.25})
-        writer.scalars(4, {"loss/kl": 1.0})
-        writer.amend(4, {"eval/accuracy": 0.5})
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("eval/accuracy")] == [(1, 0.25), (4, 0.5)]
-    assert [event.step for event in events.Scalars("loss/kl")] == [0, 1, 2, 3, 4]
 
 
 def test_a_resume_undoes_what_came_late_with_its_step_and_keeps_the_rest(tmp_path: Path) -> None:
@@ -207,12 +190,3 @@ def test_pruning_goes_by_late_scores_as_by_those_inside_and_spares_what_is_pendi
             store.prune(root, keep_last=last, keep_best=best, metric="m", **kept)
             left[given_late] = {*store.steps(root)}
     assert left[True] == left[False] | (spare & found.keys())
-
-
-def test_a_checkpoint_says_what_is_wrong_with_it(tmp_path: Path) -> None:
-    with AsyncSaver(tmp_path, ALONE) as saver:
-        saver.save(1, tensors={}, blobs={"policy": {"updates": 1}}, meta={})
-    assert store.checkpoint_flaw(tmp_path, 1) is None
-    (tmp_path / "step_1" / "policy.pt").write_bytes(b"")
-    assert "policy.pt has 0 bytes" in str(store.checkpoint_flaw(tmp_path, 1))
-    assert store.checkpoint_flaw(tmp_path, 2) == "manifest.json is missing"

@@ -1,6 +1,5 @@
 """Work beside the training: one at a time, noticed alike on every rank, and never the end of the process."""
 
-import signal
 import subprocess
 import sys
 import threading
@@ -20,10 +19,6 @@ from grpo_fn.trainer.background import Background, ShouldStop
 ALONE = alone(CPU)
 FOREVER = 60.0
 values = st.integers() | st.text() | st.lists(st.floats(allow_nan=False))
-
-
-def both(value: Any, seconds: float) -> tuple[Any, float]:
-    return value, seconds
 
 
 def first(value: Any, seconds: float) -> tuple[Any]:
@@ -46,32 +41,6 @@ def test_every_work_comes_back_once_and_in_its_turn(brought: list[Any]) -> None:
             assert waited(background) == (value,)
             assert background.name is None
             assert background.poll_result(first, patience=0.0) is None
-
-
-def test_it_goes_on_beside_and_says_how_long_it_took() -> None:
-    gate, at_work, at = threading.Event(), threading.Event(), []
-
-    def work(should_stop: ShouldStop) -> str:
-        at.append(threading.current_thread())
-        at_work.set()
-        gate.wait(FOREVER)
-        return "done"
-
-    with Background(ALONE, deadline=FOREVER) as background:
-        before = time.monotonic()
-        background.start_task("the work", work)
-        assert at_work.wait(FOREVER)
-        began = time.monotonic()
-        assert background.poll_result(first, patience=0.2) is None
-        assert 0.2 <= time.monotonic() - began < 5.0  # waited, and not for all of it
-        assert background.poll_result(first, patience=0.0) is None
-        assert background.name == "the work"
-        gate.set()
-        taken = []
-        value, seconds = waited(background, lambda *found: taken.append(threading.current_thread()) or both(*found))
-        assert value == "done"
-        assert 0.2 <= seconds <= time.monotonic() - before
-        assert at != [threading.current_thread()] == taken
 
 
 def test_there_are_never_two_at_once() -> None:
@@ -99,17 +68,6 @@ def test_what_it_raises_comes_out_with_its_name(raised: Exception) -> None:
         assert waited(background) == (8,)
 
 
-def test_what_is_raised_as_it_is_taken_comes_out_too() -> None:
-    def take(value: int, seconds: float) -> None:
-        raise OSError(f"no space for {value}")
-
-    with Background(ALONE, deadline=FOREVER) as background:
-        background.start_task("evaluation of step 7", lambda should_stop: 3)
-        with pytest.raises(OSError, match="no space for 3"):
-            waited(background, take)
-        assert background.name is None
-
-
 def test_a_hang_meets_the_deadline_and_is_named() -> None:
     hung = threading.Event()
     with Background(ALONE, deadline=0.3) as background:
@@ -126,40 +84,6 @@ def stuck(ended: threading.Event, should_stop: ShouldStop) -> None:
     while not should_stop():
         time.sleep(0.01)
     ended.set()
-
-
-def test_the_deadline_is_looked_at_however_short_the_patience() -> None:
-    with Background(ALONE, deadline=0.2) as background:
-        background.start_task("the work", partial(stuck, threading.Event()))
-        time.sleep(0.3)
-        with pytest.raises(TimeoutError, match=r"within 0\.2 s"):
-            background.poll_result(first, patience=0.0)
-
-
-def test_what_was_over_in_time_is_taken_however_late_one_asks() -> None:
-    with Background(ALONE, deadline=1.0) as background:
-        background.start_task("the work", lambda should_stop: 5)
-        time.sleep(1.1)
-        assert background.poll_result(first, patience=0.0) == (5,)
-
-
-def test_an_interrupt_while_waiting_is_an_interrupt() -> None:
-    ended = threading.Event()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with Background(ALONE, deadline=FOREVER) as background:
-            background.start_task("the work", partial(stuck, ended))
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            with pytest.raises(KeyboardInterrupt):
-                background.poll_result(first, patience=10.0)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-    assert ended.wait(5.0)
 
 
 def test_left_it_stops_what_is_at_work_and_soon() -> None:
@@ -197,12 +121,6 @@ sys.exit(75)
 def test_the_exit_code_is_the_process_s_own_whatever_torch_is_at() -> None:
     ended = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=100)
     assert (ended.returncode, ended.stderr) == (75, "")
-
-
-@pytest.mark.parametrize("deadline", [0.0, -1.0, float("nan")])
-def test_a_deadline_that_cannot_be_met_is_refused(deadline: float) -> None:
-    with pytest.raises(ValueError, match=f"got {deadline} s, expected more than 0"):
-        Background(ALONE, deadline=deadline)
 
 
 # -- on many ranks

@@ -82,16 +82,11 @@ def test_every_rule_of_the_table_is_tested_here_and_on_the_page_with_its_limit()
 
 @each_rule
 @given(histories)
-def test_no_history_makes_a_rule_raise_and_what_it_says_is_a_text(rule, history) -> None:
+def test_on_any_history_a_rule_says_nothing_or_a_text_and_the_same_again(rule, history) -> None:
+    before = [dict(line) for line in history]
     said = rule(history)
     assert said is None or (isinstance(said, str) and len(said) > 80)
-
-
-@each_rule
-@given(histories)
-def test_a_rule_changes_nothing_and_says_the_same_again(rule, history) -> None:
-    before = [dict(one) for one in history]
-    assert rule(history) == rule(history)
+    assert rule(history) == said
     assert repr(before) == repr(history)
 
 
@@ -103,15 +98,6 @@ def test_a_healthy_run_is_left_in_peace(rule, wobbles) -> None:
     history = [{**one, "optimizer/overflows": 2.0} for one in history]
     history = [{k: v for k, v in one.items() if k != "eval/accuracy" or i % 5 == 0} for i, one in enumerate(history)]
     assert rule(history) is None
-
-
-@each_rule
-@given(histories, st.dictionaries(st.sampled_from(["time/total", "system/memory_gb", "lens/x"]), st.floats()))
-def test_metrics_that_differ_between_ranks_move_no_rule(rule, history, clocks) -> None:
-    def other(one):
-        return {**{k: v for k, v in one.items() if not k.startswith("time/")}, **clocks}
-
-    assert rule([other(one) for one in history]) == rule(history)
 
 
 @each_rule
@@ -144,14 +130,6 @@ def test_a_limit_is_on_the_newest_value_alone(name, metric, limit, values) -> No
         assert f"{metric} is {values[-1]:.3g} at step {len(values) - 1}, above {limit:g}" in said
 
 
-@pytest.mark.parametrize(("name", "metric", "limit"), ABOVE)
-@given(positive, positive)
-def test_a_limit_has_the_unit_of_its_metric(name, metric, limit, value, factor) -> None:
-    assume(not math.isclose(value, 1.0))
-    said = [with_limit(name, c)([{metric: value * c}]) is not None for c in (1.0, factor)]
-    assert said == [value > 1.0] * 2
-
-
 @pytest.mark.parametrize(("name", "metric", "share"), SHARES)
 @given(st.lists(st.floats(0.0, 1.0) | st.just("limit") | st.none(), max_size=8))
 def test_a_share_has_to_be_reached_in_every_one_of_the_last_steps(name, metric, share, values) -> None:
@@ -161,10 +139,10 @@ def test_a_share_has_to_be_reached_in_every_one_of_the_last_steps(name, metric, 
     assert (said is not None) == (len(there) >= 3 and all(value >= share for value in there[-3:]))
 
 
-@given(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
-def test_no_signal_says_on_which_side_the_problems_are_wrong(rate) -> None:
-    history = [{**one, "reward/correct_rate": rate} for one in column("advantage/zero_variance_groups", [1.0] * 3)]
-    assert ("too easy" if rate > 0.5 else "too hard") in RULES["few_groups_with_signal"](history)
+@pytest.mark.parametrize(("rate", "side"), [(0.3, "too hard"), (0.7, "too easy")])
+def test_no_signal_says_on_which_side_the_problems_are_wrong(rate, side) -> None:
+    history = [{**line, "reward/correct_rate": rate} for line in column("advantage/zero_variance_groups", [1.0] * 3)]
+    assert side in RULES["few_groups_with_signal"](history)
 
 
 def test_a_step_whose_rows_were_all_lost_is_not_called_too_hard() -> None:
@@ -224,22 +202,6 @@ def test_an_entropy_relative_to_a_teacher_may_rise_to_0() -> None:
     assert RULES["entropy_collapsed"](column("loss/entropy", [-x / 9 for x in rising[:3]] + [0.0] * 3)) is not None
 
 
-@pytest.mark.parametrize(("name", "metric", "times", "up"), ENDS)
-@given(st.lists(positive | st.none(), max_size=12), st.integers(-8, 8), st.randoms())
-def test_the_beginning_and_now_have_no_unit_and_no_order_within_a_window(
-    name, metric, times, up, values, power, random
-) -> None:
-    there = [value for value in values if value is not None]
-    if len(there) >= 6:
-        assume(not math.isclose(sum(there[-3:]), times * sum(there[:3]), rel_tol=1e-6))
-    said = RULES[name](column(metric, values)) is not None
-    scaled = [None if value is None else value * 2.0**power for value in values]
-    assert (RULES[name](column(metric, scaled)) is not None) == said
-    if len(there) >= 6:
-        mixed = [*random.sample(there[:3], 3), *there[3:-3], *random.sample(there[-3:], 3)]
-        assert (RULES[name](column(metric, mixed)) is not None) == said
-
-
 def gamed(accuracies: list[float], rewards: list[list[float]]) -> list[dict]:
     """Evaluations, each followed by the rewards of the steps up to the next one, which is on the last of them."""
     history = [{"eval/accuracy": accuracies[0]}]
@@ -271,13 +233,6 @@ def test_until_the_next_evaluation_reward_and_accuracy_are_compared_as_they_were
     said = RULES["reward_without_accuracy"](history)
     assert "fell from 0.500 at step 0 to 0.200 at step 4 while reward/mean rose from 0.1 to 0.9" in said
     assert RULES["reward_without_accuracy"]([*history, *[{"reward/mean": reward} for reward in later]]) == said
-
-
-@given(st.floats(-0.5, 0.5))
-def test_only_how_far_the_reward_rose_counts(shift) -> None:
-    history = gamed([0.5, 0.2], [[0.1 + shift, 0.1 + shift, 0.9 + shift, 0.9 + shift]])
-    assert RULES["reward_without_accuracy"](history) is not None
-    assert RULES["reward_without_accuracy"](gamed([0.5, 0.2], [[0.9 + shift, 0.9 + shift, 0.1, 0.1]])[:-1]) is None
 
 
 @given(st.lists(st.floats(-5.0, 5.0), min_size=44, max_size=60), st.floats(0.0, 1.0), st.floats(0.001, 1.0))
@@ -347,8 +302,6 @@ def test_every_knob_that_a_rule_advises_exists(name) -> None:
         ({"kl_hihg": 1.0}, "got the rule 'kl_hihg', expected one of not_finite, kl_high"),
         ({"kl_high": 0.0}, "got 0.0 for kl_high, expected a number above 0"),
         ({"grad_norm_high": math.nan}, "got nan for grad_norm_high"),
-        ({"logprob_diff_high": -1.0}, "got -1.0 for logprob_diff_high"),
-        ({"loss_spike": math.inf}, "got inf for loss_spike"),
         (
             {"few_groups_with_signal": 1.5},
             "got 1.5 for few_groups_with_signal, expected a number above 0 and at most 1",
@@ -395,29 +348,20 @@ def test_a_finding_is_news_when_it_begins_and_when_it_begins_anew_after_a_calm(h
     assert reported_steps(history) == expected
 
 
-@given(histories)
-def test_news_names_the_rule_and_every_rule_speaks_for_itself(history) -> None:
-    rules = [*RULES.values()]
-    found = health.new_findings(rules, history)
-    assert found == [one for rule in rules for one in health.new_findings([rule], history)]
-    assert all(RULES[one.rule](history) == one.text for one in found)
-
-
 @given(st.integers(0, health.FIRST + health.LAST + 60), st.integers(0, 40))
 def test_a_resumed_run_remembers_what_one_without_a_break_remembers(old, new) -> None:
     everything = lines(*[{}] * (old + new))
-    assert health.trim_history([*health.trim_history(everything[:old]), *everything[old:]]) == health.trim_history(
-        everything
-    )
-    assert len(health.trim_history(everything)) <= health.FIRST + health.LAST
-    assert health.trim_history(everything)[: health.FIRST] == everything[: health.FIRST]
-    assert health.trim_history(everything)[-health.LAST :] == everything[-health.LAST :]
+    trimmed = health.trim_history(everything)
+    assert health.trim_history([*health.trim_history(everything[:old]), *everything[old:]]) == trimmed
+    assert len(trimmed) <= health.FIRST + health.LAST
+    assert trimmed[: health.FIRST] == everything[: health.FIRST]
+    assert trimmed[-health.LAST :] == everything[-health.LAST :]
 
 
 @pytest.mark.parametrize("rule", health.RULES.values(), ids=health.RULES)
-@pytest.mark.parametrize("length", [health.FIRST + health.LAST + 1, health.FIRST + health.LAST + 37])
-def test_what_is_forgotten_moves_no_rule(rule, length) -> None:
+def test_what_is_forgotten_moves_no_rule(rule) -> None:
     """A run in which everything gets worse; evaluations every 20 steps."""
+    length = health.FIRST + health.LAST + 37
     worse = [
         {
             "loss/kl": 1e-3 * i,
@@ -437,16 +381,6 @@ def test_what_is_forgotten_moves_no_rule(rule, length) -> None:
     ]
     history = lines(*worse)
     assert rule(health.trim_history(history)) == rule(history)
-
-
-@given(st.dictionaries(st.sampled_from(NAMES), numbers | st.none()), st.integers(0, 9))
-def test_a_line_says_what_metrics_jsonl_would_say(figures, step) -> None:
-    seen = health.history_line(step, figures)
-    assert seen["step"] == step
-    for name, value in figures.items():
-        if name != "step":
-            good = value is not None and math.isfinite(value)
-            assert seen[name] == value if good else math.isnan(seen[name])
 
 
 def mine(history, *, limit):

@@ -15,17 +15,14 @@ from grpo_fn.shell.vllm import vllm_sampler, vllm_servers, vllm_transfer
 from grpo_fn.trainer.requirements import check_engines
 
 INSTALL = r"error: sampler: got no vllm \(.*\), expected it installed: pip install 'grpo-fn\[vllm\]'"
+NO_GPU = r"error: transfer: got vllm_transfer\.NcclTransfer without a GPU here, expected vllm_transfer\.FileTransfer"
 COLOCATED = ["--gin_file", "run/arithmetic_vllm.gin"]
 BESIDE = [*COLOCATED, "--gin_param", "sections.Sampling.sampler=@local_sampler.local"]
 BESIDE += ["--gin_param", "sections.Evaluation.async_sampler=@vllm_sampler.colocated_sampler"]
+KNOBS = ["SERVERS=['http://127.0.0.1:9']", "vllm_transfer.NcclTransfer.host='127.0.0.1'"]
+KNOBS += ["vllm_servers.DedicatedEngine.transfer=@vllm_transfer.NcclTransfer"]
 SERVED = ["--gin_file", "run/arithmetic.gin", "--gin_file", "engine/vllm_dedicated.gin"]
-SERVED += [
-    "--gin_param",
-    "SERVERS=['http://127.0.0.1:9']",
-    "--gin_param",
-    "vllm_transfer.NcclTransfer.host='127.0.0.1'",
-]
-SERVED += ["--gin_param", "vllm_servers.DedicatedEngine.transfer=@vllm_transfer.NcclTransfer"]
+SERVED += [word for knob in KNOBS for word in ("--gin_param", knob)]
 
 
 @pytest.fixture(autouse=True)
@@ -35,52 +32,32 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def refused(code: int, text: str, folder: Path, said: str) -> None:
-    assert code == 2
-    assert re.fullmatch(said + "\n", text), text
-    assert not folder.exists()
-
-
-@pytest.mark.parametrize("flags", [COLOCATED, BESIDE], ids=["the sampler", "the evaluator"])
-def test_a_run_without_its_engine_ends_before_anything_is_made(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("flags", "said"), [(COLOCATED, INSTALL), (BESIDE, INSTALL), (SERVED, NO_GPU)])
+def test_a_run_without_its_engine_ends_before_anything_is_made_and_its_dry_run_does_not(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main([*flags, "--run_dir", str(tmp_path / "run")])
-    refused(code, capsys.readouterr().err, tmp_path / "run", INSTALL)
+    assert main([*flags, "--run_dir", str(tmp_path / "run")]) == 2
+    assert re.fullmatch(said + "\n", capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+    assert main([*flags, "--dry_run", "--run_dir", str(tmp_path / "run")]) == 0  # it may be about another machine
 
 
-def test_so_does_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = evaluating.main([*COLOCATED, "--model", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")])
-    refused(code, capsys.readouterr().err, tmp_path / "out", INSTALL)
+def test_an_evaluation_without_its_engine_ends_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*COLOCATED, "--model", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]
+    assert evaluating.main(argv) == 2
+    assert re.fullmatch(INSTALL + "\n", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
-def test_weights_do_not_go_by_nccl_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main([*SERVED, "--run_dir", str(tmp_path / "run")])
-    said = r"error: transfer: got vllm_transfer\.NcclTransfer without a GPU here, expected vllm_transfer\.FileTransfer"
-    refused(code, capsys.readouterr().err, tmp_path / "run", said)
+def served(transfer: partial) -> partial:
+    return partial(vllm_sampler.dedicated_sampler, engine=partial(vllm_servers.DedicatedEngine, transfer=transfer))
 
 
-def test_nor_with_one_but_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_needs_vllm_too_and_files_need_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = partial(vllm_transfer.FileTransfer, folder="/nowhere", keep=False)
+    check_engines([partial(local, max_rows=4), served(files), None])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match=r"transfer: got no vllm .* expected it installed"):
-        check_engines(
-            [partial(vllm_sampler.dedicated_sampler, engine=partial(vllm_servers.DedicatedEngine, transfer=by_nccl()))]
-        )
-
-
-@pytest.mark.parametrize("flags", [COLOCATED, BESIDE, SERVED])
-def test_a_dry_run_may_be_about_another_machine(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*flags, "--dry_run", "--run_dir", str(tmp_path / "run")]) == 0
-    assert "rows a step" in capsys.readouterr().out
-
-
-def test_engines_that_need_neither_are_let_pass() -> None:
-    files = partial(vllm_transfer.FileTransfer, folder="/nowhere", keep=False)
-    served = partial(vllm_sampler.dedicated_sampler, engine=partial(vllm_servers.DedicatedEngine, transfer=files))
-    check_engines([partial(local, max_rows=4), served, None])
-
-
-def by_nccl() -> partial:
-    return partial(vllm_transfer.NcclTransfer, host="127.0.0.1")
+        check_engines([served(partial(vllm_transfer.NcclTransfer, host="127.0.0.1"))])

@@ -2,7 +2,7 @@
 
 import math
 from fractions import Fraction
-from itertools import combinations, permutations, product
+from itertools import combinations, product
 
 import hypothesis.strategies as st
 import pytest
@@ -48,10 +48,6 @@ def test_the_interval_holds_the_shares_that_could_have_given_the_count(n, data):
     assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high), abs=1e-9)
 
 
-def test_no_trials_say_nothing():
-    assert wilson(0, 0) == (0.0, 1.0)
-
-
 @given(st.permutations([1e16, 1.0, -1e16, 0.1, 3.0]))
 def test_a_mean_is_the_same_in_any_order(values):
     assert exact_mean(values) == 4.1 / 5
@@ -78,14 +74,6 @@ def test_pass_at_k_is_unbiased(case, p):
     assert expected == pytest.approx(float(1 - (1 - p) ** k), abs=1e-12)
 
 
-@given(st.integers(1, 2000), st.data())
-def test_pass_at_k_grows_with_k_and_starts_at_the_share(n, data):
-    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
-    assert estimate_pass_at_k(n, c, 1) == pytest.approx(c / n, abs=1e-12)
-    assert estimate_pass_at_k(n, c, 1) - 1e-12 <= estimate_pass_at_k(n, c, k) <= 1
-    assert (estimate_pass_at_k(n, c, k) == 1) or c <= n - k
-
-
 # -- maj@k
 
 ballots = st.lists(st.sampled_from(["", "1", "2", "3"]), min_size=1, max_size=9)
@@ -103,18 +91,6 @@ def test_the_majority_is_the_first_vote_for_an_answer_that_no_other_has_more_of(
         for other in given_votes:
             more = votes.count(won) - votes.count(other)
             assert more > 0 or (more == 0 and votes.index(won) <= votes.index(other))
-
-
-@given(ballots, st.sampled_from(list(permutations("123"))))
-def test_names_of_answers_do_not_matter(votes, names):
-    renamed = [vote and names[int(vote) - 1] for vote in votes]
-    assert majority(renamed) == majority(votes)
-
-
-@given(ballots)
-def test_of_one_sample_the_majority_is_what_it_says(votes):
-    right = [vote == "1" for vote in votes]
-    assert maj_at_k(votes, right, 1) == pytest.approx(sum(right) / len(votes))
 
 
 @given(ballots, st.data())
@@ -146,14 +122,6 @@ def test_the_p_value_is_the_share_of_coin_tosses_at_least_as_uneven(gained, lost
     assert mcnemar(gained, lost) == pytest.approx(float(Fraction(uneven, 2**n)), abs=1e-15)
 
 
-@pytest.mark.parametrize("tosses", range(7))
-def test_the_same_by_tossing_every_way(tosses):
-    ways = [sum(way) for way in product((-1, 1), repeat=tosses)]
-    for gained in range(tosses + 1):
-        margin = abs(2 * gained - tosses)
-        assert mcnemar(gained, tosses - gained) == sum(abs(way) >= margin for way in ways) / len(ways)
-
-
 @given(flips)
 def test_the_test_is_symmetric_and_a_probability(case):
     gained, lost = case
@@ -162,11 +130,6 @@ def test_the_test_is_symmetric_and_a_probability(case):
     assert 0 < p <= 1
     assert (p == 1) == (abs(gained - lost) <= 1)  # as even as the number allows
     assert mcnemar(gained + lost, 0) <= p
-
-
-def test_a_large_disagreement_does_not_overflow():
-    assert mcnemar(10_000, 10_000) == 1.0
-    assert 0 <= mcnemar(0, 20_000) < 1e-300
 
 
 # -- the paired bootstrap

@@ -107,7 +107,7 @@ class StoreWatch(threading.Thread):
             if waited > self.limit and not any(exit_code(w.pid) is None for w in psutil.Process().children()):
                 print(
                     f"error: waited {waited:.0f} s for the rendezvous host to answer, expected at most {self.limit:g}; "
-                    "the same command goes on from the newest checkpoint",
+                    "the same command resumes from the newest checkpoint",
                     file=sys.stderr,
                     flush=True,
                 )

