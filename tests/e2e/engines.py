@@ -1,13 +1,18 @@
-"""A stand-in for servers: a sampler with a module of its own, which may be asked while the policy trains."""
+"""Stand-ins: a sampler with a module of its own, which may be asked while the policy trains, and a mirror."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from grpo_fn.core import sampling
+from grpo_fn.shell.logging.metrics_writer import MirrorWriter
 from grpo_fn.shell.sampler.interface import SamplerContext, SamplerOptions
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, local
 
@@ -37,3 +42,11 @@ def three_likeliest(token_sampler: Any, logits: Tensor, u: Tensor) -> tuple[Tens
     cut = torch.where(logits < logits.topk(3).values[:, -1:], -torch.inf, logits)
     token, _ = sampling.categorical(cut, u, temperature=1.0)
     return token, logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
+
+
+@contextmanager
+def noting(run_dir: Path) -> Iterator[MirrorWriter]:
+    """A mirror: every opening of one leaves a line with the rank that opened it."""
+    with (run_dir / "openings").open("a") as file:
+        file.write(f"rank {os.environ['RANK']}\n")
+    yield MirrorWriter()

@@ -1,33 +1,32 @@
 """torchrun jobs of the small run, and what may befall one of their ranks.
 
-A job is torchrun's own main in a process forked from the server of `running.py`, so nothing waits for its imports. Its
-ranks are processes that torchrun starts, watches, ends and starts again as ever; they too are forked, from a process
-that has everything imported, unless `executed`: then they are what torchrun would execute, Python from the beginning.
+A job is torchrun's own main in a process forked from the server of `running.py`, and so are the ranks, which torchrun
+starts, watches, ends and starts again as ever: nothing waits for imports.
 """
 
-import ctypes
 import errno
-import gc
 import json
 import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-from e2e.running import SERVER, command, serve
+from crew import serving
+from e2e.running import SERVER, command
 
 from grpo_fn import run
 from grpo_fn.shell.checkpoint import tensor_shards
@@ -35,8 +34,6 @@ from grpo_fn.shell.checkpoint import tensor_shards
 PATIENCE = 240.0  # seconds that a job may take; a loaded machine is slow
 DEATH = 4  # seconds that torchrun gives a rank between SIGTERM and SIGKILL: a stopped one lets its own 30 pass
 MARK = "GRPO_FN_TEST_JOB"  # environment variable by which a job's processes are known, their workers' too
-LIBC = ctypes.CDLL(None)
-PR_SET_CHILD_SUBREAPER = 36
 
 Harm = Callable[[], None]
 
@@ -162,20 +159,6 @@ def scoring(calls: int, harm: Harm) -> None:
     after(calls, RewardPool, "collect", partial(first_the_harm, harm))
 
 
-def between_steps(step: int, harm: Harm) -> None:
-    """The harm comes when everything about a step is done."""
-    from grpo_fn.trainer.loop import ErrorContext
-
-    leave = ErrorContext.__exit__
-
-    def watched(inside: ErrorContext, *error: Any) -> None:
-        leave(inside, *error)
-        if inside.step == step:
-            harm()
-
-    ErrorContext.__exit__ = watched
-
-
 def sealing(calls: int, harm: Harm) -> None:
     """The harm comes as the main rank is about to write the n-th manifest; all pieces are on the disk."""
     from grpo_fn.shell.checkpoint import async_saver
@@ -227,68 +210,31 @@ class End(NamedTuple):
 
 
 class Rank:
-    """A process that torchrun takes for a subprocess.Popen."""
+    """A forked process, which torchrun takes for a subprocess.Popen; its end is noted in the job's folder."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._one_at_a_time = threading.Lock()
+    def __init__(self, folder: Path, handler: Any, args: Sequence[str], env: dict[str, str]) -> None:
+        streams = [handler._stdout.name, handler._stderr.name]
+        flags = args[args.index("e2e.faults") + 1 :]
+        self.process = SERVER.Process(target=live, args=(flags, env, os.getcwd(), streams))
+        self.process.start()
+        self.pid, self.returncode, self.over = self.process.pid, None, threading.Event()
+        note(folder / "begun", [self.pid])
+        number = int(env["TORCHELASTIC_RESTART_COUNT"]), int(env["RANK"])
+        threading.Thread(target=self.watch, args=(folder / "ended", *number)).start()
+
+    def watch(self, ended: Path, attempt: int, rank: int) -> None:
+        self.process.join()
+        note(ended, End(attempt, rank, self.process.exitcode, time.time()))
+        self.returncode = self.process.exitcode
+        self.over.set()
 
     def poll(self) -> int | None:
-        with self._one_at_a_time:
-            if self.returncode is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        until = time.monotonic() + (PATIENCE if timeout is None else timeout)
-        while self.poll() is None:
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired("rank", timeout)
-            time.sleep(0.01)
+        if not self.over.wait(PATIENCE if timeout is None else timeout):
+            raise subprocess.TimeoutExpired("rank", timeout)
         return self.returncode
-
-
-def agent(argv: list[str], folder: Path, executed: bool) -> None:
-    """Be torchrun, with the exit code that it ends with."""
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing import api
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    os.environ[MARK] = str(folder)
-    os.setpgid(0, 0)
-    out = os.open(folder / "torchrun", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # the ranks' parent, though it is not this process that forks them
-    nest = hatched()
-    execute, watching = SubprocessHandler._popen, []
-
-    def popen(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        rank = execute(handler, args, env) if executed else asked(nest, handler, args, env)
-        note(folder / "begun", [rank.pid])
-        watching.append(threading.Thread(target=note_end, args=(folder, env, rank, os.pidfd_open(rank.pid))))
-        watching[-1].start()
-        return rank
-
-    SubprocessHandler._popen = popen
-    if not executed:
-        close = api.PContext.close
-        api.PContext.close = lambda context, death_sig=None, timeout=DEATH: close(context, death_sig, timeout)
-    torchrun.main(argv)  # which ends in an exception, or returns; Python waits for the watching threads
-
-
-def note_end(folder: Path, env: dict[str, str], rank: Any, pidfd: int) -> None:
-    """Write down how and when a rank ended, and leave it to torchrun to reap, which signals its group before."""
-    try:
-        seen = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
-        code = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
-    except ChildProcessError:  # torchrun was faster
-        code = rank.wait()
-    at = time.time()
-    os.close(pidfd)
-    note(folder / "ended", End(int(env["TORCHELASTIC_RESTART_COUNT"]), int(env["RANK"]), code, at))
 
 
 def note(path: Path, line: Sequence[Any]) -> None:
@@ -296,58 +242,41 @@ def note(path: Path, line: Sequence[Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def asked(nest: socket.socket, handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Rank:
-    """A rank from the nest, instead of one that is executed."""
-    flags = args[args.index("e2e.faults") + 1 :]
-    streams = [handler._stdout or sys.stdout, handler._stderr or sys.stderr]
-    socket.send_fds(nest, [pickle.dumps((flags, env, os.getcwd()))], [stream.fileno() for stream in streams])
-    return Rank(int(nest.recv(64)))
+def agent(argv: list[str], folder: Path, address: str, here: str) -> None:
+    """Be torchrun, with the exit code that it ends with; its ranks come from the server that forked this process."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    os.chdir(here)
+    path = os.pathsep.join(entry or here for entry in sys.path)
+    os.environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: str(folder)}
+    os.setpgid(0, 0)
+    out = os.open(folder / "torchrun", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    forkserver._forkserver._forkserver_address, forkserver._forkserver.ensure_running = address, lambda: None
+    stop, close = SubprocessHandler.close, api.PContext.close
+
+    def stop_if_there(handler: SubprocessHandler, *args: Any, **kwargs: Any) -> None:
+        with suppress(ProcessLookupError):  # the server has reaped it already
+            stop(handler, *args, **kwargs)
+
+    SubprocessHandler.close = stop_if_there
+    SubprocessHandler._popen = lambda handler, args, env: Rank(folder, handler, args, env)
+    api.PContext.close = lambda context, death_sig=None, timeout=DEATH: close(context, death_sig, timeout)
+    torchrun.main(argv)  # which ends in an exception, or returns; Python waits for the watching threads
 
 
-def hatched() -> socket.socket:
-    """The way to a process that forks ranks: without threads, sockets or anything else of torchrun's."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
-        ours.close()
-        gc.freeze()  # the ranks need not look at all that was imported whenever they collect garbage
-        while True:
-            data, fds, _, _ = socket.recv_fds(theirs, 2**20, 2)
-            if not data:
-                os._exit(0)
-            theirs.send(str(born(theirs, data, fds)).encode())
-            for fd in fds:
-                os.close(fd)
-    theirs.close()
-    return ours
-
-
-def born(nest: socket.socket, data: bytes, fds: list[int]) -> int:
-    """The process id of a new rank; its parent ends at once, so that torchrun inherits it."""
-    here, there = os.pipe()
-    if (between := os.fork()) == 0:
-        if (pid := os.fork()) == 0:
-            nest.close()
-            live(*pickle.loads(data), fds)
-        os.write(there, str(pid).encode())
-        os._exit(0)
-    os.waitpid(between, 0)
-    pid = int(os.read(here, 64))
-    os.close(here)
-    os.close(there)
-    return pid
-
-
-def live(flags: Sequence[str], env: dict[str, str], folder: str, fds: Sequence[int]) -> None:
+def live(flags: Sequence[str], env: dict[str, str], folder: str, streams: Sequence[str]) -> None:
     """Be a rank. It ends without taking its interpreter down piece by piece, which ranks that are executed do."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for fd, stream in zip(fds, (1, 2), strict=True):
-        os.dup2(fd, stream)
+    for fd, path in zip((1, 2), streams, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), fd)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     try:
         code = main(flags)
@@ -368,7 +297,6 @@ class Job:
 
     folder: Path
     code: int  # torchrun's own
-    seconds: float
 
     @property
     def ends(self) -> list[End]:
@@ -412,27 +340,25 @@ def job(
     *,
     doom: Doom | None = None,
     restarts: int = 0,
-    executed: bool = False,
 ) -> Job:
     """Run grpo_fn.run with these arguments under torchrun. Fails when a process of it is left over."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "doom").write_bytes(pickle.dumps(doom))
     flags = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     flags += ["--log-dir", str(folder / "logs"), "--redirects", "3", "-m", "e2e.faults", str(folder)]
-    serve()
-    begun = time.monotonic()
-    process = SERVER.Process(target=_be_agent, args=([*flags, *argv], folder, executed, os.getcwd()))
+    serving()
+    address = forkserver._forkserver._forkserver_address
+    process = SERVER.Process(target=agent, args=([*flags, *argv], folder, address, os.getcwd()))
     process.start()
     process.join(PATIENCE)
-    seconds = time.monotonic() - begun
     late = process.exitcode is None
     process.kill()
     process.join()
-    over = Job(folder, process.exitcode, seconds)
+    over = Job(folder, process.exitcode)
     left = leftovers(folder, seconds=0.0 if late else 10.0)
     for one in left:
         one.kill()
-    assert not late, f"torchrun is not over after {seconds:.0f} s; {over.everything()}"
+    assert not late, f"torchrun is not over after {PATIENCE:.0f} s; {over.everything()}"
     assert not left, f"left over: {left}; {over.everything()}"
     return over
 
@@ -445,18 +371,11 @@ def undisturbed(models: Path, ranks: int) -> Path:
     return over.folder / "run"
 
 
-def _be_agent(argv: list[str], folder: Path, executed: bool, here: str) -> None:
-    os.chdir(here)
-    path = os.pathsep.join(entry or here for entry in sys.path)
-    os.environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    agent(argv, folder, executed)
-
-
 def leftovers(folder: Path, *, seconds: float) -> list[psutil.Process]:
     """Processes of a job that are still there after so many seconds: its ranks, and whatever bears its mark."""
     until = time.monotonic() + seconds
     while (left := _alive(folder)) and time.monotonic() < until:
-        time.sleep(0.05)
+        psutil.wait_procs(left, timeout=until - time.monotonic())
     return left
 
 
@@ -472,10 +391,3 @@ def _alive(folder: Path) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
-
-
-if __name__ == "__main__":
-    # The doom names what is in the module that everybody else imports.
-    from e2e import faults
-
-    sys.exit(faults.main(sys.argv[1:]))

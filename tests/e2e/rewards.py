@@ -1,7 +1,6 @@
 """Rewards that a model can get before it has learnt anything, and that start without a parser of mathematics."""
 
 import os
-import time
 
 from grpo_fn.core.problem import Completion, Problem
 
@@ -19,14 +18,3 @@ def digits(problem: Problem, completion: Completion) -> float:
 def deadly(problem: Problem, completion: Completion) -> float:
     """None of its workers outlives it."""
     os._exit(1)
-
-
-def slow_digits(problem: Problem, completion: Completion) -> float:
-    """As `digits`, and slow enough that rows are scored as they end."""
-    time.sleep(0.005)
-    return digits(problem, completion)
-
-
-def share_of_letters(answer: str, mark: str) -> float | None:
-    """A verdict of a judge that was never taught to give one."""
-    return sum(letter.isalpha() for letter in answer) / len(answer) if answer else None

@@ -1,20 +1,21 @@
 """Runs in processes of their own, each forked from a server that has everything imported: real signals, no waiting."""
 
-import errno
 import json
 import multiprocessing
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from multiprocessing import forkserver
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 import torch
+from crew import serving
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo_fn import run
@@ -25,21 +26,8 @@ from grpo_fn.trainer.validate import validate
 
 torch.set_num_threads(1)
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["warm"])  # on Python 3.11 the server does not get this process's sys.path
 TESTS = Path(__file__).resolve().parents[1]
 SMALL = TESTS / "e2e" / "small.gin"
-
-
-def serve() -> None:
-    """Start the server, with this process's sys.path."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
 
 
 def command(cache: Path, run_dir: Path | None, *flags: str, **changes: Any) -> list[str]:
@@ -61,7 +49,7 @@ def refusal(argv: Sequence[str]) -> str:
 
 def start(argv: Sequence[str], out: Path, doom: Callable[[], None] | None = None) -> BaseProcess:
     """Start a run in a process of its own; what it prints goes to the file `out`. `doom` is called in it first."""
-    serve()
+    serving()
     process = SERVER.Process(target=_work, args=(list(argv), str(out), doom, os.getcwd()))
     process.start()
     return process
@@ -95,7 +83,11 @@ def _work(argv: list[str], out: str, doom: Callable[[], None] | None, folder: st
     with open(out, "a") as file, redirect_stdout(file), redirect_stderr(file):
         if doom is not None:
             doom()
-        code = run.main(argv)
+        try:
+            code = run.main(argv)
+        except Exception:
+            traceback.print_exc()
+            code = 1
     sys.exit(code)
 
 
@@ -142,42 +134,23 @@ class AtPhase:
         Stopwatch.span = watched
 
 
-class AfterStep:
-    """Doom: the process gets `number` when everything about a step is done, and the next has not begun."""
+def after_step(step: int, harm: Callable[[], None]) -> None:
+    """Doom: the harm comes when everything about a step is done, and the next has not begun."""
+    from grpo_fn.trainer.loop import ErrorContext
 
-    def __init__(self, step: int, number: int) -> None:
-        self.step, self.number = step, number
+    leave = ErrorContext.__exit__
 
-    def __call__(self) -> None:
-        from grpo_fn.trainer.loop import ErrorContext
+    def watched(inside: ErrorContext, *error: Any) -> None:
+        leave(inside, *error)
+        if inside.step == step:
+            harm()
 
-        leave = ErrorContext.__exit__
-
-        def watched(inside: ErrorContext, *error: Any) -> None:
-            leave(inside, *error)
-            if inside.step == self.step:
-                os.kill(os.getpid(), self.number)
-
-        ErrorContext.__exit__ = watched
+    ErrorContext.__exit__ = watched
 
 
-class FullDisk:
-    """Doom: the rollout of a step, which is written beside the training, finds the disk full."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def __call__(self) -> None:
-        from grpo_fn.shell.logging import rollout_store
-
-        store = rollout_store.store_rollouts
-
-        def full(root: Path, step: int, *what: Any, **knobs: Any) -> None:
-            if step == self.step:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
-            store(root, step, *what, **knobs)
-
-        rollout_store.store_rollouts = full
+def signal_after_step(step: int, number: int) -> Callable[[], None]:
+    """Doom: the process gets `number` then."""
+    return partial(after_step, step, partial(signal.raise_signal, number))
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,12 +1,11 @@
 """Runs that sample ahead: no staler than they may be, and interrupted they end as they would have."""
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.running import AtPhase, command, finish, metrics, outcome
+from e2e.running import AtPhase, command, finish, metrics, outcome, refusal
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 AHEAD: dict[str, Any] = {
@@ -20,16 +19,16 @@ AHEAD: dict[str, Any] = {
 IMPORTS = "from __gin__ import dynamic_registration\nfrom e2e import engines\n"
 
 
-def arguments(cache: Path, folder: Path, **changes: Any) -> list[str]:
+def arguments(cache: Path, folder: Path, *flags: str, **changes: Any) -> list[str]:
     folder.mkdir(exist_ok=True)
     (folder / "engines.gin").write_text(IMPORTS)
-    return [*command(cache, folder / "run", **{**AHEAD, **changes}), "--gin_file", str(folder / "engines.gin")]
+    return [*command(cache, folder / "run", *flags, **{**AHEAD, **changes}), "--gin_file", str(folder / "engines.gin")]
 
 
-def ended(cache: Path, folder: Path, *dooms: Callable[[], None], **changes: Any) -> Path:
-    """The run, started again after each doom until it is done."""
-    argv = arguments(cache, folder, **changes)
-    for doom in dooms:
+def ended(cache: Path, folder: Path, *flags: str, doom: AtPhase | None = None) -> Path:
+    """The run, started again when a doom has ended it."""
+    argv = arguments(cache, folder, *flags)
+    if doom is not None:
         assert finish(argv, folder / "out", doom) in (-KILL, 75), (folder / "out").read_text()
     assert finish(argv, folder / "out") == 0, (folder / "out").read_text()
     return folder / "run"
@@ -48,26 +47,22 @@ def test_batches_are_as_stale_as_they_may_be_and_the_weights_differ_from_the_sam
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("how", [AtPhase("train", 4, KILL), AtPhase("checkpoint", 2, KILL), AtPhase("train", 3, TERM)])
-def test_one_that_is_interrupted_learns_from_the_same_batches(cache: Path, ahead: Path, tmp_path: Path, how) -> None:
-    run = ended(cache, tmp_path / "broken", how)
-    if how.number == KILL:
-        assert outcome(run) == outcome(ahead)
-    else:  # its checkpoint is one more than the other run has
-        one, other = outcome(run), outcome(ahead)
-        assert {name: one[name] for name in ("model", "metrics", "rollouts", "eval")} == {
-            name: other[name] for name in ("model", "metrics", "rollouts", "eval")
-        }
+@pytest.mark.parametrize("doom", [AtPhase("train", 4, KILL), AtPhase("train", 3, TERM)])
+def test_one_that_is_interrupted_learns_from_the_same_batches(
+    cache: Path, ahead: Path, tmp_path: Path, doom: AtPhase
+) -> None:
+    ours, theirs = outcome(ended(cache, tmp_path / "broken", doom=doom)), outcome(ahead)
+    same = ours if doom.number == KILL else ("model", "metrics", "rollouts", "eval")  # TERM saves one checkpoint more
+    assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
 
 
-def test_nothing_that_corrects_is_refused_before_anything_starts(cache: Path, tmp_path: Path) -> None:
-    argv = arguments(cache, tmp_path / "none", objective__policy_objective__importance_correction=None)
-    assert finish(argv, tmp_path / "out") == 2
-    assert "max_staleness: got 2 with an objective that does not ask" in (tmp_path / "out").read_text()
-    assert not (tmp_path / "none" / "run").exists()
-
-
-def test_a_sampler_on_the_device_that_trains_is_refused(cache: Path, tmp_path: Path) -> None:
-    argv = arguments(cache, tmp_path / "local", sections__Sampling__sampler="@local_sampler.local")
-    assert finish(argv, tmp_path / "out") == 2
-    assert "max_staleness: got 2 with LocalSampler" in (tmp_path / "out").read_text()
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"objective__policy_objective__importance_correction": None}, "got 2 with an objective that does not ask"),
+        ({"sections__Sampling__sampler": "@local_sampler.local"}, "got 2 with LocalSampler"),
+    ],
+    ids=["nothing corrects", "on the device that trains"],
+)
+def test_what_cannot_be_ahead_is_refused(cache: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    assert f"max_staleness: {said}" in refusal(arguments(cache, tmp_path / "none", **changes))

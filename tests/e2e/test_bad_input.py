@@ -39,22 +39,18 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-class FullDisk:
+def full_disk() -> None:
     """Doom: there are ten bytes left."""
+    from grpo_fn.shell import atomic_io
 
-    def __call__(self) -> None:
-        from grpo_fn.shell import atomic_io
-
-        atomic_io.free_bytes = lambda path: 10
+    atomic_io.free_bytes = lambda path: 10
 
 
-class NoNetwork:
+def no_network() -> None:
     """Doom: a hub name is looked up in no cache and on no hub."""
+    import huggingface_hub.constants
 
-    def __call__(self) -> None:
-        import huggingface_hub.constants
-
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 
 def gsm8k(model: Path | str, data: Path, run_dir: Path, **changes: object) -> list[str]:
@@ -69,6 +65,7 @@ def refused(
     argv: list[str], folder: Path, *said: str, doom: Callable[[], None] | None = None, expected: int = 2
 ) -> None:
     """The command ends with 2, or the code that is `expected`, and one message holding all of `said`; no run folder."""
+    (folder / "out").unlink(missing_ok=True)
     code = finish(argv, folder / "out", doom)
     out = re.sub(r"\A(reading .*\n| *\d+\.\d s  .*\n)*", "", (folder / "out").read_text())  # what was begun before
     assert code == expected, out
@@ -83,51 +80,21 @@ def test_the_same_input_without_a_fault_runs(model: Path, data: Path, tmp_path: 
     assert finish(gsm8k(model, data, tmp_path / "run"), tmp_path / "out") == 0, (tmp_path / "out").read_text()
 
 
-def remove(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
-
-
-def write(name: str, text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(text) and None
-
-
-BAD_DATA = {  # every fault of a file: tests/tasks
-    "no folder": (shutil.rmtree, ["data: got", "which is no folder", "expected one with train.jsonl"]),
-    "answer without the mark": (
-        write("test.jsonl", json.dumps({"question": "?", "answer": "42"})),
-        ["test.jsonl:1: got answer '42'", "expected it to end in '#### n'"],
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", BAD_DATA)
-def test_bad_data(model: Path, data: Path, tmp_path: Path, fault: str) -> None:
-    harm, said = BAD_DATA[fault]
-    harm(data)
-    refused(gsm8k(model, data, tmp_path / "run"), tmp_path, *said)
-
-
-def without_eos(folder: Path) -> None:
+def no_eos(folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": None}))
 
 
-def without_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
-
-
-BAD_MODELS = {  # every fault of a folder: tests/shell/model/test_hf.py
-    "no folder": (shutil.rmtree, ["got model", "which does not exist", "expected a Hugging Face model folder"]),
-    "no weights": (remove("model.safetensors"), ["without weights"]),
-    "no tokenizer": (without_tokenizer, ["tokenizer", "expected"]),
-    "no EOS": (without_eos, ["got a tokenizer without an EOS token", "expected one"]),
-}
-
-
-@pytest.mark.parametrize("fault", BAD_MODELS)
-def test_a_bad_model_folder(model: Path, data: Path, tmp_path: Path, fault: str) -> None:
-    harm, said = BAD_MODELS[fault]
+@pytest.mark.parametrize(  # every fault of such a folder: tests/shell/model/test_hf.py
+    ("harm", "said"),
+    [
+        (shutil.rmtree, ["got model", "which does not exist", "expected a Hugging Face model folder"]),
+        (no_eos, ["got a tokenizer without an EOS token", "expected one"]),
+    ],
+)
+def test_a_bad_model_folder(
+    model: Path, data: Path, tmp_path: Path, harm: Callable[[Path], None], said: list[str]
+) -> None:
     harm(model)
     refused(gsm8k(model, data, tmp_path / "run"), tmp_path, *said)
 
@@ -135,9 +102,8 @@ def test_a_bad_model_folder(model: Path, data: Path, tmp_path: Path, fault: str)
 def test_a_prompt_too_long_for_the_model_is_found_wherever_it_is(model: Path, data: Path, tmp_path: Path) -> None:
     write_rows(data / "train.jsonl", [*ROWS, {"question": "So? " * 99, "answer": "#### 1"}])
     argv = gsm8k(model, data, tmp_path / "run", STEPS=9)
-    refused(
-        argv, tmp_path, "got 1 of 5 training ones over the 252 tokens", "expected none", "has at least 467", "So? So?"
-    )
+    said = ("got 1 of 5 training ones over the 252 tokens", "expected none", "has at least 467", "So? So?")
+    refused(argv, tmp_path, *said)
 
 
 BAD_NUMBERS = {
@@ -149,9 +115,7 @@ BAD_NUMBERS = {
         {"step__Algorithm__group_size": 1, "credit__outcome__advantage": "@advantage.mean_centered"},
         ["group_size: got 1", "expected 2 or more"],
     ),
-    "no steps": ({"STEPS": 0}, ["steps: got 0", "expected at least 1"]),
     "a word for a number": ({"STEPS": "many"}, ["'many'", "expected int"]),
-    "dtype": ({"sections__Compute__dtype": '"float8"'}, ["got dtype 'float8'", "bfloat16"]),
     "test set larger than the task": ({"TEST_SIZE": 10**9}, ["test_size: got 1000000000", "expected 1 to"]),
 }
 
@@ -163,29 +127,21 @@ def test_bad_numbers(cache: Path, fault: str) -> None:
     assert all(part in text for part in parts), text
 
 
-def test_an_unknown_function(cache: Path, tmp_path: Path) -> None:
-    """Every mistake in a name: tests/config/test_config.py."""
-    argv = command(cache, tmp_path / "run", credit__outcome__advantage="@advantage.centred")
-    refused(argv, tmp_path, "centred", "centered")
-
-
-def test_an_unbound_model_names_the_macro(data: Path, tmp_path: Path) -> None:
-    argv = ["--gin_file", "run/gsm8k.gin", "--gin_param", f"DATA={data}", "--run_dir", str(tmp_path / "run")]
-    refused(argv, tmp_path, "MODEL")
-
-
-def test_a_missing_gin_file_names_the_nearest(tmp_path: Path) -> None:
-    refused(["--gin_file", "run/gsm8.gin", "--run_dir", str(tmp_path / "run")], tmp_path, "run/gsm8k.gin")
-
-
-def test_a_device_that_is_not_there(cache: Path, tmp_path: Path) -> None:
-    argv = command(cache, tmp_path / "run", sections__Compute__device="'cuda:99'")
-    refused(argv, tmp_path, "got device 'cuda:99'", "expected one that")
+def test_what_a_command_names_and_is_not_there(cache: Path, data: Path, tmp_path: Path) -> None:
+    where = ["--run_dir", str(tmp_path / "run")]
+    unknown = command(cache, tmp_path / "run", credit__outcome__advantage="@advantage.centred")
+    refused(unknown, tmp_path, "centred", "centered")
+    refused(["--gin_file", "run/gsm8k.gin", "--gin_param", f"DATA={data}", *where], tmp_path, "MODEL")
+    refused(["--gin_file", "run/gsm8.gin", *where], tmp_path, "run/gsm8k.gin")
+    device = command(cache, tmp_path / "run", sections__Compute__device="'cuda:99'")
+    refused(device, tmp_path, "got device 'cuda:99'", "expected one that")
+    hub = gsm8k("no-such-user/no-such-model", data, tmp_path / "run")
+    refused(hub, tmp_path, "got model 'no-such-user/no-such-model'", "expected", doom=no_network)
 
 
 def test_no_space_left(cache: Path, tmp_path: Path) -> None:
     said = ("no space left: got 10 bytes", "expected")
-    refused(command(cache, tmp_path / "run"), tmp_path, *said, doom=FullDisk(), expected=74)  # the agent tries it again
+    refused(command(cache, tmp_path / "run"), tmp_path, *said, doom=full_disk, expected=74)  # the agent tries it again
 
 
 REFUSED = """
@@ -218,13 +174,3 @@ def test_a_run_folder_of_something_else_is_left_alone(cache: Path, tmp_path: Pat
     (tmp_path / "mine" / "thesis.tex").write_text("all of it")
     refused(command(cache, tmp_path / "mine"), tmp_path, "thesis.tex", "expected an empty one")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
-
-
-def test_a_run_folder_that_cannot_be_made(cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    refused(command(cache, tmp_path / "file" / "run"), tmp_path, "file")
-
-
-def test_a_hub_name_that_cannot_be_reached(data: Path, tmp_path: Path) -> None:
-    argv = gsm8k("no-such-user/no-such-model", data, tmp_path / "run")
-    refused(argv, tmp_path, "got model 'no-such-user/no-such-model'", "expected", doom=NoNetwork())

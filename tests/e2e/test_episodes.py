@@ -1,18 +1,22 @@
-"""Runs of episodes: interrupted, replayed without their tool, and on more ranks, they are what they were."""
+"""Runs of episodes: killed anywhere, replayed without their tool, and on two ranks, they are what they were."""
 
 import gzip
 import json
 import re
 import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from e2e.faults import job
-from e2e.running import TESTS, AtPhase, command, finish, metrics, outcome
-from e2e.test_ahead_run import AHEAD, IMPORTS
+import resume_check
+from e2e import faults
+from e2e.faults import KILL, job
+from e2e.running import SMALL, TESTS, AtPhase, Forked, command, finish, metrics, outcome
+from e2e.test_ahead_run import ended
 from e2e.test_ranks import same_run
 
 from grpo_fn.core.problem import Completion, Problem
@@ -26,6 +30,13 @@ def run_of(cache: Path, run_dir: Path, **changes: object) -> Path:
     out = run_dir.with_suffix(".out")
     assert finish(command(cache, run_dir, *EPISODES, **changes), out) == 0, out.read_text()
     return run_dir
+
+
+def tool_bindings(tool: Path) -> dict[str, object]:
+    """Changes: what the file `tool` says is observed as well."""
+    tool.write_text("?")
+    step = {"environment__Environment__step": "@environment_fakes.with_tool", "environment__Environment__pure": False}
+    return {**step, "environment_fakes__with_tool__tool": repr(str(tool))}
 
 
 def rows(run_dir: Path, step: int) -> list[dict]:
@@ -61,16 +72,8 @@ def test_an_opening_that_leaves_no_turn_is_refused_before_a_model_is_loaded(cach
 
 @pytest.mark.slow
 def test_a_step_is_replayed_without_its_tool(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    tool = tmp_path / "tool"
-    tool.write_text("?")
-    run = run_of(
-        cache,
-        tmp_path / "run",
-        environment__Environment__step="@environment_fakes.with_tool",
-        environment__Environment__pure=False,
-        environment_fakes__with_tool__tool=repr(str(tool)),
-    )
-    tool.unlink()
+    run = run_of(cache, tmp_path / "run", **tool_bindings(tmp_path / "tool"))
+    (tmp_path / "tool").unlink()
     assert replay([str(run), "--step", "3"]) == 0, capsys.readouterr().out
     assert "is what it was" in capsys.readouterr().out
 
@@ -99,14 +102,6 @@ def test_a_step_is_replayed_after_the_program_of_its_mcp_server_is_deleted(
     assert "is what it was" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_more_ranks_make_the_same_run(ranks: int, cache: Path, episodes: Path, tmp_path: Path) -> None:
-    made = job(tmp_path, ranks, command(cache, tmp_path / "run", *EPISODES))
-    assert made.code == 0, made.everything()
-    same_run(tmp_path / "run", episodes)
-
-
 ECHO = (*EPISODES, "--gin_file", "algo/echo.gin")
 
 
@@ -130,13 +125,7 @@ def test_what_environments_wrote_is_learned_alike_by_two_ranks(cache: Path, tmp_
 def test_a_step_that_is_taken_again_is_answered_from_the_tape(cache: Path, tmp_path: Path) -> None:
     """The run is killed in step 4, when its checkpoint is that of step 2; then its tool answers otherwise."""
     tool = tmp_path / "tool"
-    tool.write_text("?")
-    changes = {
-        "environment__Environment__step": "@environment_fakes.with_tool",
-        "environment__Environment__pure": False,
-        "environment_fakes__with_tool__tool": repr(str(tool)),
-    }
-    argv = command(cache, tmp_path / "run", *EPISODES, **changes)
+    argv = command(cache, tmp_path / "run", *EPISODES, **tool_bindings(tool))
     assert finish(argv, tmp_path / "out", AtPhase("train", 4, signal.SIGKILL)) == -signal.SIGKILL
     before = rows(tmp_path / "run", 3)
     tool.write_text("other")
@@ -147,49 +136,79 @@ def test_a_step_that_is_taken_again_is_answered_from_the_tape(cache: Path, tmp_p
     assert any(text.endswith("other") for text in shown)
 
 
-def ahead_of(cache: Path, folder: Path) -> list[str]:
-    """The arguments of a run of episodes that samples ahead."""
-    folder.mkdir()
-    (folder / "engines.gin").write_text(IMPORTS)
-    return [*command(cache, folder / "run", *EPISODES, **AHEAD), "--gin_file", str(folder / "engines.gin")]
-
-
 @pytest.mark.slow
 def test_a_batch_of_episodes_that_is_sampled_ahead_goes_through_a_checkpoint(cache: Path, tmp_path: Path) -> None:
-    argv = ahead_of(cache, tmp_path / "whole")
-    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    whole = tmp_path / "whole" / "run"
+    whole = ended(cache, tmp_path / "whole", *EPISODES)
     assert [row["generation/staleness"] for row in metrics(whole)[1:]] == [0, 1, 2, 2, 2, 2]
     assert max(len(row["turns"]) for row in rows(whole, 4)) > 1
-    argv = ahead_of(cache, tmp_path / "broken")
-    assert finish(argv, tmp_path / "out", AtPhase("train", 4, signal.SIGKILL)) == -signal.SIGKILL
-    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    assert outcome(tmp_path / "broken" / "run") == outcome(whole)
+    broken = ended(cache, tmp_path / "broken", *EPISODES, doom=AtPhase("train", 4, signal.SIGKILL))
+    assert outcome(broken) == outcome(whole)
 
 
-def notes_early_rows(note: Path) -> None:
-    """Doom that harms nothing: a dot in the file for each row that is begun before its step asks for rewards."""
+def with_early_rewards(note: Path | None) -> None:
+    """Doom that harms nothing: a dot in the file for each row that is begun before its step asks; None: no row is."""
     begin = EarlyRewards.on_completions
 
     def watched(early: EarlyRewards, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
-        with note.open("a") as file:
-            file.write("." * len(problems))
-        begin(early, problems, completions)
+        if note is not None:
+            with note.open("a") as file:
+                file.write("." * len(problems))
+            begin(early, problems, completions)
 
     EarlyRewards.on_completions = watched
 
 
-def without_early_rewards() -> None:
-    """Doom that harms nothing: no row is scored before its step asks for rewards."""
-    EarlyRewards.on_completions = lambda early, problems, completions: None
+@pytest.mark.slow
+def test_rewards_that_come_early_are_those_that_come_late(cache: Path, tmp_path: Path) -> None:
+    for name, note in {"early": tmp_path / "rows", "late": None}.items():
+        argv = command(cache, tmp_path / name, *EPISODES)
+        assert finish(argv, tmp_path / "out", partial(with_early_rewards, note)) == 0, (tmp_path / "out").read_text()
+    assert (tmp_path / "rows").stat().st_size > 4 * 16 / 2  # of four steps
+    assert outcome(tmp_path / "early") == outcome(tmp_path / "late")
+
+
+# -- killed
 
 
 @pytest.mark.slow
-def test_rewards_that_come_early_are_those_that_come_late(cache: Path, tmp_path: Path) -> None:
-    changes = {"combine__combine__parts": "[@rewards.named, @rewards.slow_digits]"}
-    dooms = {"early": partial(notes_early_rows, tmp_path / "rows"), "late": without_early_rewards}
-    for name, doom in dooms.items():
-        argv = command(cache, tmp_path / name, *EPISODES, **changes)
-        assert finish(argv, tmp_path / "out", doom) == 0, (tmp_path / "out").read_text()
-    assert (tmp_path / "rows").stat().st_size > 4 * 16 / 2  # of four steps
-    assert outcome(tmp_path / "early") == outcome(tmp_path / "late")
+@pytest.mark.parametrize("doom", [partial(faults.generating, 4, KILL), partial(faults.scoring, 3, KILL)])
+def test_one_process_is_killed(cache: Path, episodes: Path, tmp_path: Path, doom: Callable[[], None]) -> None:
+    argv = command(cache, tmp_path / "run", *EPISODES)
+    assert finish(argv, tmp_path / "out", doom) == -signal.SIGKILL
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert outcome(tmp_path / "run") == outcome(episodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_inside_a_tool(cache: Path, episodes: Path, tmp_path: Path, ranks: int) -> None:
+    """The process that asks for an environment's step, in the midst of the call; of two ranks, one."""
+    (folder := tmp_path / "calls").mkdir()
+    changes = {"environment__Environment__step": "@environment_fakes.kills_the_run_once"}
+    changes |= {"environment_fakes__kills_the_run_once__folder": repr(str(folder))}
+    changes |= {"environment_fakes__kills_the_run_once__after": 20}
+    argv = command(cache, tmp_path / "run", *EPISODES, **changes)
+    if ranks == 1:
+        assert finish(argv, tmp_path / "out") == -signal.SIGKILL
+        assert 0 < metrics(tmp_path / "run")[-1]["step"] < 6  # in the middle of the run
+        assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+        ours, theirs = outcome(tmp_path / "run"), outcome(episodes)
+        for name in ("model", "tensors", "eval", "metrics", "rollouts"):  # the configuration differs
+            assert ours[name] == theirs[name], name
+    else:
+        over = job(tmp_path, 2, argv, restarts=1)
+        assert over.code == 0, over.everything()
+        assert -signal.SIGKILL in over.codes(0).values()
+        same_run(tmp_path / "run", episodes)
+
+
+@pytest.mark.slow
+def test_eight_random_moments(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Of one run: each start goes on from where the last was killed, and the moments are later and later in it."""
+    monkeypatch.setattr(resume_check, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
+    argv = ["--gin_file", "run/arithmetic.gin", "--gin_file", str(SMALL), *EPISODES, "--out", str(tmp_path / "out")]
+    argv += ["--gin_param", f"models.TinyModel.cache={str(cache)!r}", "--gin_param", "STEPS=12"]
+    assert resume_check.main([*argv, "--kills", "8", "--seed", "6", "--timeout", "240"]) == 0, capsys.readouterr()
+    assert "identical after 8 kills" in capsys.readouterr().out

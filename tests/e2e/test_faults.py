@@ -1,7 +1,6 @@
 """Ranks that die, hang or fail under torchrun: the others say so and leave, and the job ends as if nothing had been."""
 
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -27,11 +26,11 @@ PLANS = {
 }
 
 
-def doomed(cache: Path, folder: Path, ranks: int, doom: Doom, *, deadline: float = 30.0, executed: bool = False) -> Job:
+def doomed(cache: Path, folder: Path, ranks: int, doom: Doom, *, deadline: float = 30.0) -> Job:
     """The small run under `torchrun --max-restarts 1`, one of its ranks doomed in the first attempt."""
     calm = outcome(undisturbed(cache, ranks))
     argv = command(cache, folder / "run", mesh__Parallelism__collective_timeout=deadline)
-    over = job(folder, ranks, argv, doom=doom, restarts=1, executed=executed)
+    over = job(folder, ranks, argv, doom=doom, restarts=1)
     assert over.code == 0, over.everything()
     assert over.codes(1) == dict.fromkeys(range(ranks), 0)
     assert over.struck
@@ -62,58 +61,49 @@ def resumed_after(over: Job) -> int:
     return int(log.partition("resumed after step ")[2].split()[0])
 
 
-def killed(cache: Path, folder: Path, ranks: int, rank: int, place: str, executed: bool = False) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "rank", "place"),
+    [(2, 1, "generate"), (2, 0, "backward"), (2, 1, "staging"), (4, 2, "writing"), (2, 0, "sealing")],
+)
+def test_a_rank_is_killed(cache: Path, tmp_path: Path, ranks: int, rank: int, place: str) -> None:
     doom = Doom(rank, PLANS[place], KILL)
-    over = doomed(cache, folder, ranks, doom, executed=executed)
+    over = doomed(cache, tmp_path, ranks, doom)
     survivors_said_so(over, doom, within=GRACE)  # a dead rank is noticed at once: no rank waits for the deadline
     if place in ("staging", "writing", "sealing"):
         assert resumed_after(over) == 2  # and not after 4, which was never complete
 
 
-def hung(cache: Path, folder: Path, ranks: int, rank: int, place: str, executed: bool = False) -> None:
-    doom, deadline = Doom(rank, PLANS[place], STOP), 15.0 if executed else 6.0
-    over = doomed(cache, folder, ranks, doom, deadline=deadline, executed=executed)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "rank", "place"), [(2, 1, "generate"), (4, 0, "backward")])
+def test_a_rank_that_hangs_is_waited_for_until_the_deadline(
+    cache: Path, tmp_path: Path, ranks: int, rank: int, place: str
+) -> None:
+    doom, deadline = Doom(rank, PLANS[place], STOP), 6.0
+    over = doomed(cache, tmp_path, ranks, doom, deadline=deadline)
     survivors_said_so(over, doom, within=deadline + GRACE)
     assert min(over.lasted(other) for other in range(ranks) if other != rank) > deadline / 2
 
 
-def failed(cache: Path, folder: Path, ranks: int, doom: Doom, *said: str, code: int = 1) -> Job:
-    """What a rank can say before it goes is said on all of them, and none was lost."""
-    over = doomed(cache, folder, ranks, doom)
-    assert over.codes(0) == dict.fromkeys(range(ranks), code), over.everything()
-    for rank in range(ranks):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("doom", "said", "code"),
+    [
+        (Doom(1, partial(faults.spoilt, 4), nothing), ("gradient norm of nan at optimizer step 3", "phase train"), 1),
+        (Doom(1, PLANS["writing"], full_disk), ("rank 1: no space left", "step_4", ", phase "), 74),
+    ],
+    ids=["NaN, before the weights are touched", "a full disk"],
+)
+def test_what_a_rank_can_say_before_it_goes_is_said_by_all(
+    cache: Path, tmp_path: Path, doom: Doom, said: tuple[str, ...], code: int
+) -> None:
+    over = doomed(cache, tmp_path, 2, doom)
+    assert over.codes(0) == {0: code, 1: code}, over.everything()
+    for rank in (0, 1):
         for text in (*said, f", rank {rank}"):
             assert text in over.said(0, rank), over.everything()
         assert over.lasted(rank) < GRACE + LATE
-    return over
-
-
-@pytest.mark.slow
-def test_a_rank_killed_in_the_middle_of_backward(cache: Path, tmp_path: Path) -> None:
-    killed(cache, tmp_path, 2, 1, "backward")
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_in_generate_is_waited_for_until_the_deadline(cache: Path, tmp_path: Path) -> None:
-    hung(cache, tmp_path, 2, 1, "generate")
-
-
-@pytest.mark.slow
-def test_nan_on_one_rank_stops_all_before_the_weights_are_touched(cache: Path, tmp_path: Path) -> None:
-    doom = Doom(1, partial(faults.spoilt, 4), nothing)
-    over = failed(cache, tmp_path, 2, doom, "got a gradient norm of nan at optimizer step 3", "step 4, phase train")
     assert resumed_after(over) == 2
-
-
-def full(cache: Path, folder: Path, ranks: int, rank: int) -> None:
-    doom = Doom(rank, PLANS["writing"], full_disk)
-    over = failed(cache, folder, ranks, doom, f"rank {rank}: no space left", "step_4", ", phase ", code=74)
-    assert resumed_after(over) == 2
-
-
-@pytest.mark.slow
-def test_a_disk_full_on_another_rank_is_said_by_all(cache: Path, tmp_path: Path) -> None:
-    full(cache, tmp_path, 2, 1)
 
 
 def test_a_reward_worker_killed_between_two_calls_costs_nothing(cache: Path, tmp_path: Path) -> None:
@@ -150,47 +140,3 @@ def test_a_reward_that_always_kills_its_worker_is_counted_and_the_run_goes_on(ca
     assert "worker_crashes" in said
     assert ". The first: rank 0: e2e.rewards.deadly lost problem " in said
     assert "worker died" in said.split(". The first: ")[1]
-
-
-# -- the whole matrix
-
-SIZES = [(2, 0), (2, 1), (4, 0), (4, 2)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "rank"), SIZES)
-@pytest.mark.parametrize("place", ["generate", "backward", "staging", "writing"])
-def test_a_rank_killed_anywhere(cache: Path, tmp_path: Path, ranks: int, rank: int, place: str) -> None:
-    killed(cache, tmp_path, ranks, rank, place)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_main_rank_killed_before_a_checkpoint_has_its_manifest(cache: Path, tmp_path: Path, ranks: int) -> None:
-    killed(cache, tmp_path, ranks, 0, "sealing")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "rank"), SIZES)
-@pytest.mark.parametrize("place", ["generate", "backward", "writing"])
-def test_a_rank_that_hangs_anywhere(cache: Path, tmp_path: Path, ranks: int, rank: int, place: str) -> None:
-    hung(cache, tmp_path, ranks, rank, place)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "rank"), SIZES)
-def test_a_full_disk_anywhere(cache: Path, tmp_path: Path, ranks: int, rank: int) -> None:
-    full(cache, tmp_path, ranks, rank)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 3])
-def test_nan_on_one_of_four(cache: Path, tmp_path: Path, rank: int) -> None:
-    failed(cache, tmp_path, 4, Doom(rank, partial(faults.spoilt, 4), nothing), "got a gradient norm of nan")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("fate", "place"), [(killed, "backward"), (killed, "writing"), (hung, "generate")])
-def test_ranks_that_torchrun_executes(cache: Path, tmp_path: Path, fate: Callable[..., None], place: str) -> None:
-    """As above, but Python from its beginning to its end, and torchrun's own patience with a rank that hangs."""
-    fate(cache, tmp_path, 2, 1, place, executed=True)

@@ -23,19 +23,13 @@ def test_a_rule_that_ends_the_run_saves_it_and_the_same_command_goes_on(
     assert "ended by grad_norm_high (sections.Health.stop) after step 1, which is saved" in said
     assert (tmp_path / "run" / "checkpoints" / "step_1").is_dir()
     assert not (tmp_path / "run" / "summary.json").exists()
-    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()  # no news since
+    # There is no news since; and what complains may be changed while a run is interrupted.
+    assert finish(command(cache, tmp_path / "run"), tmp_path / "out") == 0, (tmp_path / "out").read_text()
     assert len(warned(tmp_path / "run", "grad_norm_high")) == 1
     assert outcome(tmp_path / "run") == outcome(whole)
     texts = board(tmp_path / "run").Tensors("health/text_summary")
     assert "grad&#95;norm&#95;high" in texts[0].tensor_proto.string_val[0].decode()
     assert texts[0].step == 1
-
-
-def test_what_complains_may_be_changed_while_a_run_is_interrupted(cache: Path, tmp_path: Path) -> None:
-    changes = {"sections__Health__stop": ["grad_norm_high"], "sections__Health__limits": {"grad_norm_high": 1e-9}}
-    ended = command(cache, tmp_path / "run", **changes)
-    assert finish(ended, tmp_path / "out") == EXIT_UNHEALTHY, (tmp_path / "out").read_text()
-    assert finish(command(cache, tmp_path / "run"), tmp_path / "out") == 0, (tmp_path / "out").read_text()
 
 
 def test_a_warning_is_said_once_and_changes_nothing(whole: Path) -> None:

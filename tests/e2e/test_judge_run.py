@@ -58,16 +58,11 @@ def test_without_the_judge_a_killed_run_goes_on_and_its_steps_are_replayed(
 def check_figures(run: Path, up: JudgeServer) -> None:
     """What the judge cost is in the metrics and in TensorBoard; the record has every request, once."""
     rows = metrics(run)[1:]
-    entries = [json.loads(line) for line in (run / "judge" / "rank_0.jsonl").read_text().splitlines()]
-    assert sum(entry["requests"] for entry in entries) == len(up.questions)
-    assert all(row["judge/requests"] > 0 for row in rows)
-    assert all(
-        row["judge/completion_tokens"] == 7 * (row["judge/requests"] - row["judge/retries"])
-        for row in rows
-        if row["judge/failures"] == 0
-    )
+    assert sum(json.loads(line)["requests"] for line in record_lines(run)) == len(up.questions)
+    assert all(row["judge/requests"] > 0 and row["time/judge_requests"] > 0 for row in rows)
+    calm = [row for row in rows if row["judge/failures"] == 0]
+    assert all(row["judge/completion_tokens"] == 7 * (row["judge/requests"] - row["judge/retries"]) for row in calm)
     assert sum(row["judge/unreadable"] for row in rows) > 0
-    assert all(row["time/judge_requests"] > 0 for row in rows)
     assert any(row["reward/invalid"] > 0 for row in rows)  # no verdict is no 0
     tags = board(run).Tags()["scalars"]
     assert {"judge/requests", "judge/retries", "judge/prompt_tokens", "judge/failures", "reward/judge"} <= {*tags}
@@ -78,34 +73,6 @@ def test_a_judge_that_is_not_there_ends_a_run_before_it_begins(cache: Path, tmp_
         assert finish(judged(cache, tmp_path / "run", up.url), tmp_path / "out") == 2
     assert "got judge.Judge.model 'judge-1', expected one that" in (tmp_path / "out").read_text()
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_model_that_was_never_taught_to_judge_is_the_judge(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """Its words are the verdict: template, messages, reader and sampling are the run's own; no server is replayed."""
-    run, out, sampling = tmp_path / "run", tmp_path / "out", {"temperature": 0.0, "max_tokens": 8, "stop": []}
-    knobs = {
-        "template": repr("{completion}{fence}{mark}"),
-        "system": repr(""),
-        "read": "@rewards.share_of_letters",
-        "sampling": repr(sampling),
-    }
-    with judge_server(lambda question, before: said(question[:8])) as up:
-        argv = judged(cache, run, up.url, **{f"judge__Judge__{name}": value for name, value in knobs.items()})
-        assert finish(argv, out) == 0, out.read_text()
-    for body in up.bodies:
-        (message,) = body["messages"]
-        assert message["content"].endswith(mark_in(message["content"]))
-        assert body == {"model": "judge-1", "messages": [{"role": "user", "content": message["content"]}], **sampling}
-    rows = metrics(run)[1:]
-    assert len(rows) == 6
-    assert all(row["judge/failures"] == row["judge/unreadable"] == 0 for row in rows)
-    assert sum(row["judge/requests"] for row in rows) > 0
-    assert len({row["reward/judge"] for row in rows}) > 1
-    assert replay([str(run), "--step", "6"]) == 0
-    assert f"step 6 of {run} is what it was" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """How many ranks there are, and how the model is spread over them, matters to the shell alone."""
 
-import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -10,9 +9,8 @@ import pytest
 import torch
 from e2e import faults
 from e2e.faults import ASK, KILL, Doom, Job, job, undisturbed
-from e2e.running import command, outcome, timeless
+from e2e.running import after_step, command, outcome, timeless
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo_fn.shell.checkpoint import store
@@ -21,10 +19,7 @@ from grpo_fn.shell.process import EXIT_STOPPED
 
 pytestmark = pytest.mark.xdist_group("torchrun")  # with test_faults: undisturbed runs are made once
 CLOSE = 1e-6
-ROUNDED = (
-    "loss/ratio_",
-    "loss/logprob_diff_",
-)  # of single tokens: two log-probs of float32, each rounded in its own way
+ROUNDED = ("loss/ratio_", "loss/logprob_diff_")  # of single tokens: two log-probs of float32, each rounded by itself
 APART = 5e-6
 
 
@@ -76,34 +71,33 @@ def test_one_rank_under_torchrun_is_a_run_without_torchrun(cache: Path, whole: P
 # -- going on
 
 
-def difference(ours: Path, theirs: Path) -> float:
-    """sum |x - y| / sum |y| over all weights and moments, in percent."""
-    found, expected = weights(ours), weights(theirs)
-    assert found.keys() == expected.keys()
-    apart = math.fsum(float((found[name].double() - x.double()).abs().sum()) for name, x in expected.items())
-    return 100 * apart / math.fsum(float(x.double().abs().sum()) for x in expected.values())
-
-
 @pytest.mark.slow
-def test_five_and_five_steps_are_ten(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_five_and_five_steps_are_ten(cache: Path, tmp_path: Path) -> None:
+    """And however many ranks there are, a mirror is opened once a start."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    assert job(whole, 2, command(cache, whole / "run", STEPS=10)).code == 0
-    argv = command(cache, halves / "run", STEPS=10)
-    first = job(halves, 2, argv, doom=Doom(1, partial(faults.between_steps, 5), ASK))
+    (file := tmp_path / "noting.gin").write_text(NOTING)
+    more = ("--gin_file", str(file))
+    assert job(whole, 2, command(cache, whole / "run", *more, STEPS=10)).code == 0
+    argv = command(cache, halves / "run", *more, STEPS=10)
+    first = job(halves, 2, argv, doom=Doom(1, partial(after_step, 5), ASK))
     assert set(first.codes(0).values()) == {EXIT_STOPPED}, first.everything()
     assert "stopped by a signal to another rank after step 5" in first.said(0, 0)
     assert store.steps(halves / "run" / "checkpoints")[-1] == 5
     second = job(tmp_path / "second", 2, argv)
     assert second.code == 0, second.everything()
     assert "resumed after step 5" in (halves / "run" / "log.txt").read_text()
-    percent = difference(halves / "run", whole / "run")
-    with capsys.disabled():
-        print(f"\n5 + 5 steps against 10, on 2 ranks: {percent:.2f} % difference")
-    assert percent == 0.0
-    ours, theirs = outcome(halves / "run"), outcome(whole / "run")
-    kept = {*theirs.pop("kept")} ^ {*ours.pop("kept")}
-    assert kept <= {"step_5"}  # saved because it was asked to stop, and kept if its accuracy was the best
-    assert ours == theirs
+    # Step 5 is saved because it was asked to stop, and kept if its accuracy was the best.
+    assert {**outcome(halves / "run"), "kept": None} == {**outcome(whole / "run"), "kept": None}
+    assert (halves / "run" / "openings").read_text() == "rank 0\n" * 2
+
+
+NOTING = """
+from __gin__ import dynamic_registration
+from e2e import engines
+from grpo_fn.trainer import sections
+
+sections.Logging.mirror = @engines.noting
+"""
 
 
 def gone_on(cache: Path, before: int, folder: Path, ranks: int, *flags: str) -> None:
@@ -123,9 +117,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_tokens(cache: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "scale", ["no_shard", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shard_grad_op", "hybrid_shard"))]
-)
+@pytest.mark.parametrize("scale", ["no_shard", "hybrid_shard"])
 def test_another_strategy_goes_on_with_the_same_tokens(cache: Path, tmp_path: Path, scale: str) -> None:
     gone_on(cache, 2, tmp_path, 2, "--gin_file", f"scale/{scale}.gin")
 
@@ -162,54 +154,40 @@ def test_what_the_main_rank_alone_finds_is_said_once(cache: Path, tmp_path: Path
     assert outcome(run) == outcome(undisturbed(cache, 2))
 
 
-# -- adapters
+# -- adapters, another optimizer, and an average beside the weights
+
+LORA = ["--gin_file", "scale/lora.gin", "--gin_param", "lora.LoRA.rank=4"]
+MUON = ["--gin_file", "scale/full_shard.gin", "--gin_file", "scale/muon.gin", "--gin_param", "optimizer.muon.lr=1e-3"]
+SELF = ["--gin_file", "scale/full_shard.gin", "--gin_file", "algo/sdft.gin", "--gin_file", "scale/self_teacher.gin"]
 
 
 @pytest.mark.slow
-def test_adapters_on_two_ranks_go_on_bit_for_bit_and_are_left_as_two_folders(cache: Path, tmp_path: Path) -> None:
-    flags = ["--gin_file", "scale/lora.gin", "--gin_param", "lora.LoRA.rank=4", "--gin_param", "STEPS=4"]
+@pytest.mark.parametrize("more", [LORA, MUON, SELF], ids=["adapters", "muon", "moving_average"])
+def test_two_ranks_go_on_bit_for_bit(cache: Path, tmp_path: Path, more: list[str]) -> None:
+    """Killed in the backward pass of the third step, begun again by torchrun."""
+    flags = [*more, "--gin_param", "STEPS=4"]
     calm = job(tmp_path / "calm", 2, [*command(cache, tmp_path / "calm" / "run"), *flags])
     assert calm.code == 0, calm.everything()
-    doom = Doom(1, partial(faults.backward, 3), KILL)
     folder = tmp_path / "doomed"
+    doom = Doom(1, partial(faults.backward, 3), KILL)
     over = job(folder, 2, [*command(cache, folder / "run"), *flags], doom=doom, restarts=1)
     assert over.code == 0, over.everything()
     assert over.codes(1) == {0: 0, 1: 0}
     run = folder / "run"
+    assert "resumed after step 2" in (run / "log.txt").read_text()
     assert outcome(run) == outcome(tmp_path / "calm" / "run")
-    assert {name.split(".")[0] for name in weights(run)} == {"weights", "optimizer"}
-    assert all("lora_" in name for name in weights(run))
+    if more is LORA:
+        assert all("lora_" in name for name in weights(run))
+        the_folders_say_the_same(cache, run)
 
-    adapters = load_file(run / "adapter" / "adapter_model.safetensors")
-    assert any(bool(x.any()) for name, x in adapters.items() if "lora_B" in name), "nothing was learnt"
+
+def the_folders_say_the_same(cache: Path, run: Path) -> None:
+    """The adapters on the model that the run began with, and the merged model."""
     (base,) = (path.parent for path in cache.glob("*/config.json"))
-    opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run / "adapter")
-    merged = AutoModelForCausalLM.from_pretrained(run / "model")
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits
-        torch.testing.assert_close(merged(ids).logits, opened(ids).logits, rtol=0, atol=1e-5)
-        assert (merged(ids).logits - plain).abs().max() > 1e-4
-
-
-# -- other optimizers, and an average beside the weights
-
-MUON = ["--gin_file", "scale/muon.gin", "--gin_param", "optimizer.muon.lr=1e-3"]
-SELF = ["--gin_file", "algo/sdft.gin", "--gin_file", "scale/self_teacher.gin"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [MUON, SELF], ids=["muon", "moving_average"])
-def test_sharded_moments_and_averages_go_on_bit_for_bit_on_two_ranks(
-    cache: Path, tmp_path: Path, more: list[str]
-) -> None:
-    """Killed in the backward pass of the third step, begun again by torchrun."""
-    flags = ["--gin_file", "scale/full_shard.gin", *more, "--gin_param", "STEPS=4"]
-    calm = job(tmp_path / "calm", 2, [*command(cache, tmp_path / "calm" / "run"), *flags])
-    assert calm.code == 0, calm.everything()
-    folder = tmp_path / "doomed"
-    doom = Doom(1, partial(faults.backward, 3), KILL)
-    over = job(folder, 2, [*command(cache, folder / "run"), *flags], doom=doom, restarts=1)
-    assert over.code == 0, over.everything()
-    assert "resumed after step 2" in (folder / "run" / "log.txt").read_text()
-    assert outcome(folder / "run") == outcome(tmp_path / "calm" / "run")
+        opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run / "adapter")(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(run / "model")(ids).logits
+    torch.testing.assert_close(merged, opened, rtol=0, atol=1e-5)
+    assert (merged - plain).abs().max() > 1e-4, "nothing was learnt"

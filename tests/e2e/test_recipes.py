@@ -1,4 +1,4 @@
-"""The recipes of experiments/: each parses, says what it would be, and takes two real steps, made small."""
+"""The recipes of experiments/: each takes two real steps, made small, and its launcher starts what it says."""
 
 import json
 import os
@@ -44,14 +44,11 @@ combine.combine.weights = [1.0, 1.0]
 
 
 class Recipe(NamedTuple):
-    """A recipe of experiments/, what it is given, and what it says of itself in a dry run."""
+    """A recipe of experiments/: what it cannot do without, and what makes it smaller besides TINY."""
 
     name: str
-    given: Mapping[str, Any]  # that it cannot do without
-    smaller: Mapping[str, Any]  # besides TINY
-    says: tuple[str, ...]
-    ranks: int = 1
-    hosts: int = 1
+    given: Mapping[str, Any]
+    smaller: Mapping[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -78,47 +75,38 @@ def no_sandbox() -> None:
         pytest.skip(f"NOT TESTED: no sandbox on this machine: {sandbox.available()}")
 
 
-@pytest.fixture(params=["qwen_math_2gpu", "code_slurm_v100", "math_k8s_16gpu", "gsm8k_lora_8gb", "cluster_practice"])
+@pytest.fixture
 def recipe(request: pytest.FixtureRequest) -> Recipe:
-    """One recipe after the other, with what of the published data it needs."""
+    """One recipe, with what of the published data it needs."""
     return RECIPE[request.param](request)
 
 
-def qwen(request: pytest.FixtureRequest) -> Recipe:
-    given = {"DATA": published("math"), "GSM8K": published("gsm8k")}
+def qwen(request: pytest.FixtureRequest | None) -> Recipe:
     smaller = {"sections.Compute.attention": '"sdpa"', "mesh.Parallelism.compile": "@blocks.eager"}
-    says = ("256 prompts x 8 samples = 2048", "replicate 1 x shard 2 x tensor 1", "problems     1819", "51200 in 200")
-    return Recipe("qwen_math_2gpu", given, smaller, says, ranks=2)
+    return Recipe("qwen_math_2gpu", {"DATA": published("math"), "GSM8K": published("gsm8k")}, smaller)
 
 
 def code(request: pytest.FixtureRequest) -> Recipe:
     no_sandbox()
-    says = ("64 prompts x 8 samples = 512", "replicate 2 x shard 1 x tensor 1", "problems     500", "epochs of 374")
-    return Recipe(
-        "code_slurm_v100", {"DATA": published("mbpp")}, {"sections.PolicyUpdate.initial_scale": 1024.0}, says, 2
-    )
+    return Recipe("code_slurm_v100", {"DATA": published("mbpp")}, {"sections.PolicyUpdate.initial_scale": 1024.0})
 
 
 def k8s(request: pytest.FixtureRequest) -> Recipe:
     given = {"DATA": published("math") / "math500.jsonl", "openmath/rows.read_problems.read": "@rows.file"}
     given |= {"openmath/rows.file.path": repr(str(request.getfixturevalue("instructions")))}
-    says = ("32 prompts x 16 samples = 512", "replicate 2 x shard 8 x tensor 1", "of which", "problems     256")
-    return Recipe("math_k8s_16gpu", given, {}, says, ranks=16, hosts=2)
+    return Recipe("math_k8s_16gpu", given, {})
 
 
 def lora(request: pytest.FixtureRequest) -> Recipe:
-    says = ("4 prompts x 8 samples = 32", "= 3.00 epochs of 7473", "of which", "on the host", "problems     1319")
-    return Recipe("gsm8k_lora_8gb", {"DATA": published("gsm8k")}, {}, says)
+    return Recipe("gsm8k_lora_8gb", {"DATA": published("gsm8k")}, {})
 
 
 def practice(request: pytest.FixtureRequest) -> Recipe:
     cache = {"models.TinyModel.cache": repr(str(request.getfixturevalue("cache")))}
-    smaller = {"TEST_SIZE": 4, "models.TinyModel.steps": 5, "step.Algorithm.prompts": 2}
-    says = ("8 prompts x 8 samples = 64", "80 in 10 steps")
-    return Recipe("cluster_practice", cache, smaller, says, ranks=4)
+    return Recipe("cluster_practice", cache, {"TEST_SIZE": 4, "models.TinyModel.steps": 5, "step.Algorithm.prompts": 2})
 
 
-RECIPE = {"qwen_math_2gpu": qwen, "code_slurm_v100": code, "math_k8s_16gpu": k8s, "gsm8k_lora_8gb": lora}
+RECIPE = {"code_slurm_v100": code, "math_k8s_16gpu": k8s, "qwen_math_2gpu": qwen, "gsm8k_lora_8gb": lora}
 RECIPE |= {"cluster_practice": practice}
 
 
@@ -141,15 +129,6 @@ def small(recipe: Recipe, model: Path, folder: Path) -> list[str]:
     return [first, file, *over, *params, "--run_dir", str(folder / "run")]
 
 
-@pytest.mark.slow_after(1)
-def test_it_says_what_it_would_be(recipe: Recipe, model: Path, tmp_path: Path) -> None:
-    given = recipe.given if recipe.name == "cluster_practice" else {"MODEL": model, **recipe.given}
-    argv = [*flags(recipe.name, given), "--dry_run", "--ranks", str(recipe.ranks), "--hosts", str(recipe.hosts)]
-    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    said = (tmp_path / "out").read_text()
-    assert [text for text in recipe.says if text not in said] == [], said
-
-
 def learnt(run_dir: Path, *, overflows: bool) -> None:
     """Two steps, each with an update of gradients that were not all zero; and an evaluation before and after."""
     rows = metrics(run_dir)
@@ -161,6 +140,8 @@ def learnt(run_dir: Path, *, overflows: bool) -> None:
     assert (run_dir / "model" / "config.json").exists()
 
 
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("recipe", RECIPE, indirect=True)
 def test_two_steps_of_it(recipe: Recipe, model: Path, tmp_path: Path) -> None:
     argv = small(recipe, model, tmp_path)
     if recipe.name == "qwen_math_2gpu":
@@ -177,29 +158,20 @@ def test_two_steps_of_it(recipe: Recipe, model: Path, tmp_path: Path) -> None:
     assert f'"{dtype}"' in (tmp_path / "run" / "config.gin").read_text().replace("'", '"')
 
 
-def sampled(run_dir: Path) -> list[list[tuple[Any, ...]]]:
-    """Tokens and rewards of every step."""
-    files = sorted((run_dir / "rollouts").glob("step_*"))
-    return [
-        [(row["uid"], tuple(row["tokens"]), row["reward"]) for row in rollout_store.load_rollouts(file)]
-        for file in files
-    ]
-
-
 @pytest.mark.slow
-def test_weights_that_lie_on_the_host_make_the_same_run(cache: Path, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["cluster_practice"], indirect=True)
+def test_weights_that_lie_on_the_host_make_the_same_run(recipe: Recipe, model: Path, tmp_path: Path) -> None:
     """A check of cluster_practice: offload."""
-    runs = {}
+    runs = []
     for name, more in {"kept": [], "offloaded": ["--gin_file", "scale/offload.gin"]}.items():
         (folder := tmp_path / name).mkdir()
-        smaller = {"TEST_SIZE": 4, "models.TinyModel.steps": 5, "step.Algorithm.prompts": 2}
-        given = {"models.TinyModel.cache": repr(str(cache))}
-        argv = small(Recipe("cluster_practice", given, smaller, ()), model, folder)
-        assert finish([*argv, *more], folder / "out") == 0, (folder / "out").read_text()
-        runs[name] = folder / "run"
-    assert sampled(runs["kept"]) == sampled(runs["offloaded"])
-    ours, theirs = (metrics(runs[name])[-1]["loss/grad_norm"] for name in ("kept", "offloaded"))
-    assert ours == pytest.approx(theirs, rel=1e-5)
+        assert finish([*small(recipe, model, folder), *more], folder / "out") == 0, (folder / "out").read_text()
+        files = sorted((folder / "run" / "rollouts").glob("step_*"))
+        rows = [row for file in files for row in rollout_store.load_rollouts(file)]
+        sampled = [(row["uid"], row["tokens"], row["reward"]) for row in rows]
+        runs.append((sampled, metrics(folder / "run")[-1]["loss/grad_norm"]))
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-5)
 
 
 # -- what starts them
@@ -243,7 +215,7 @@ def test_the_job_goes_to_slurm_with_a_run_folder_that_the_next_one_finds(tmp_pat
 
 @pytest.mark.slow
 def test_a_job_of_another_configuration_is_refused_before_it_is_queued(model: Path, tmp_path: Path) -> None:
-    """More steps alone are queued; a dry run queues nothing."""
+    """A dry run queues nothing either."""
     program(tmp_path, "sbatch", f'#!/usr/bin/env bash\necho "$@" >>"{tmp_path}/asked"\n')
     given = [part for knob in (f"MODEL={model}", f"DATA={published('mbpp')}") for part in ("--gin_param", knob)]
     folder = tmp_path / "run"
@@ -252,18 +224,14 @@ def test_a_job_of_another_configuration_is_refused_before_it_is_queued(model: Pa
     dry = queued([*launch, "--dry_run"])
     assert dry.returncode == 0, dry.stderr
     assert "memory, each of 2" in dry.stdout
-    assert not (tmp_path / "asked").exists()
     config = load_config(["experiments/code_slurm_v100/run.gin"], given[1::2])
     folder.mkdir()
     write_config(folder, config.text, config.fingerprint, config.hparams)
     (folder / "metrics.jsonl").write_text('{"step": 0}\n')
-    done = queued([*launch, "--gin_param", "STEPS=80"])
-    assert done.returncode == 0, done.stderr
-    assert len((tmp_path / "asked").read_text().splitlines()) == 1
     done = queued([*launch, "--gin_param", "PROMPTS=32"])
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: got run folder {folder} of another configuration, expected the same one")
-    assert len((tmp_path / "asked").read_text().splitlines()) == 1
+    assert not (tmp_path / "asked").exists()
 
 
 def test_the_launchers_of_one_host_start_what_they_say(tmp_path: Path) -> None:
@@ -325,12 +293,10 @@ def over(folder: Path) -> bool:
     return not psutil.pid_exists(int((folder / "server").read_text()))
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("code", [0, 75])
-def test_the_evaluation_server_is_there_while_the_training_is(code: int, tmp_path: Path) -> None:
-    env = evaluated(tmp_path, training=f'kill -0 "$(<"$FOLDER/server")" && exit {code}; exit 1')
+def test_the_evaluation_server_is_there_while_the_training_is(tmp_path: Path) -> None:
+    env = evaluated(tmp_path, training='kill -0 "$(<"$FOLDER/server")" && exit 0; exit 1')
     done = run(QWEN, env, cwd=tmp_path)
-    assert done.returncode == code, done.stderr
+    assert done.returncode == 0, done.stderr
     assert over(tmp_path)
     asked, agent_args = ((tmp_path / name).read_text().splitlines() for name in ("asked", "agent_args"))
     assert {"a/model", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.15", env["PORT"]} <= {*asked}
@@ -350,34 +316,18 @@ def test_a_signal_is_the_trainings_and_the_server_stays_until_that_has_saved(tmp
     assert over(tmp_path)
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize(
-    ("server", "more", "said"),
-    [
-        ("echo no such model; exit 1", {}, ["no such model", "the evaluation server ended as it started"]),
-        ("sleep 600", {"READY_SECONDS": "5"}, ["not ready after 5 s, expected it sooner"]),
-    ],
-    ids=["it ends", "it is late"],
-)
-def test_without_an_evaluation_server_there_is_no_training(
-    server: str, more: dict[str, str], said: list[str], tmp_path: Path
-) -> None:
-    done = run(QWEN, evaluated(tmp_path, training="exit 0", server=server) | more, cwd=tmp_path)
+def test_without_an_evaluation_server_there_is_no_training(tmp_path: Path) -> None:
+    done = run(QWEN, evaluated(tmp_path, training="exit 0", server="echo no such model; exit 1"), cwd=tmp_path)
     assert done.returncode == 2
-    for part in said:
+    for part in ("no such model", "the evaluation server ended as it started"):
         assert part in done.stderr
     assert not (tmp_path / "agent_args").exists()
-    assert over(tmp_path)
 
 
 def test_a_run_that_needs_no_evaluation_server_starts_none(tmp_path: Path) -> None:
-    for flags_ in (["--gin_file", "engine/local.gin"], ["--gin_param", 'EVAL_SERVERS=["http://a:1"]']):
-        done = run([*QWEN, *flags_], evaluated(tmp_path, training="exit 0"), cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert not (tmp_path / "server").exists()
-    done = run([QWEN[0]], evaluated(tmp_path, training="exit 0"), cwd=tmp_path)
-    assert done.returncode == 2
-    assert "got no MODEL" in done.stderr
+    done = run([*QWEN, "--gin_file", "engine/local.gin"], evaluated(tmp_path, training="exit 0"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "server").exists()
 
 
 def test_every_test_that_the_practice_names_is_there() -> None:
@@ -391,43 +341,9 @@ def test_every_test_that_the_practice_names_is_there() -> None:
         assert not test or f"def {test}(" in (PROJECT / path).read_text(), name
 
 
-def test_a_check_that_there_is_not_is_refused() -> None:
-    done = run([RECIPES / "cluster_practice" / "check.sh", "colour"], environment())
-    assert done.returncode == 2
-    assert "got check 'colour', expected strategies" in done.stderr
-
-
-def documented(text: str) -> set[str]:
-    """The names of ours in the tables of a README: `module.function.knob`, of any module that gin files import."""
-    return set(re.findall(r"`([a-z_]+(?:\.[A-Za-z_0-9]+){1,2})(?:`| =)", text))
-
-
-@pytest.mark.parametrize("name", [*RECIPE])
-def test_every_knob_that_its_table_names_is_one_of_the_recipe(name: str) -> None:
-    from grpo_fn.config import parse_gin
-
-    bound = parse_gin([f"experiments/{name}/run.gin"], [])
-    known = {str(label) for label in knob_names(bound)}
-    text = (RECIPES / name / "README.md").read_text()
-    rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("|") and line.count("|") >= 4]
-    named = {knob for row in rows for knob in documented(row) if knob.count(".") == 2}
-    assert named <= known, named - known
-    for part in ("**Claim.**", "**Command.**", "**Result.**", "**What the document says that is not done here.**"):
-        assert part in text, part
-    assert text.splitlines()[2].startswith("**If you ran** ")
-
-
-def knob_names(bindings: Any) -> set[str]:
-    """`module.function.knob` of everything that is bound."""
-    dumped = partial(re.findall, r"^(?:\w+/)?([\w.]+) =", flags=re.MULTILINE)
-    from grpo_fn.config import dump
-
-    return {name.split("/")[-1] for name in dumped(dump(bindings))}
-
-
 @pytest.mark.slow
 def test_the_real_launcher_and_compiled_blocks_on_two_ranks(model: Path, tmp_path: Path) -> None:
-    found = qwen(None)  # type: ignore[arg-type]
+    found = qwen(None)
     kept = {k: v for k, v in found.smaller.items() if k != "mesh.Parallelism.compile"}
     _, _, *argv = small(found._replace(smaller=kept), model, tmp_path)
     env = environment(MODULE="grpo_fn.run") | {"PYTHONPATH": os.pathsep.join((str(TESTS), str(PROJECT)))}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.faults import job
-from e2e.running import AfterStep, board, command, finish, metrics, outcome
+from e2e.running import board, command, finish, metrics, outcome, signal_after_step
 from e2e.test_ranks import CLOSE, weights
 
 from grpo_fn import replay as replaying
@@ -59,7 +59,7 @@ def test_the_held_out_loss_falls_and_nothing_is_sampled_or_scored(calm: Path) ->
 
 def test_a_killed_run_ends_as_an_undisturbed_one(cache: Path, data: Path, calm: Path, tmp_path: Path) -> None:
     argv = supervised(cache, tmp_path / "run", data)
-    assert finish(argv, tmp_path / "out", AfterStep(3, signal.SIGKILL)) == -9
+    assert finish(argv, tmp_path / "out", signal_after_step(3, signal.SIGKILL)) == -9
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
     got, expected = outcome(tmp_path / "run"), outcome(calm)
     for one in (got, expected):
@@ -87,12 +87,6 @@ def test_a_step_is_replayed(calm: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "is what it was" in capsys.readouterr().out
 
 
-def test_a_dry_run_says_the_numbers(cache: Path, data: Path, tmp_path: Path) -> None:
-    assert finish(supervised(cache, tmp_path / "run", data, "--dry_run"), tmp_path / "out") == 0
-    assert "rows a step           8 prompts x 1 samples = 8" in (tmp_path / "out").read_text()
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.slow
 def test_grpo_begins_with_its_model_and_mixes_its_demonstrations_in(
     cache: Path, data: Path, calm: Path, tmp_path: Path
@@ -101,7 +95,7 @@ def test_grpo_begins_with_its_model_and_mixes_its_demonstrations_in(
     flags = ["--gin_file", "algo/chord.gin", "--gin_file", "task/demonstrations.gin"]
     params = [f"DEMONSTRATIONS={str(data)!r}", "DEMONSTRATION_ROWS=4", f"MODEL={str(calm / 'model')!r}"]
     more = [*flags, *(part for param in params for part in ("--gin_param", param))]
-    for name, doom in (("calm", None), ("killed", AfterStep(3, signal.SIGKILL))):
+    for name, doom in (("calm", None), ("killed", signal_after_step(3, signal.SIGKILL))):
         argv = command(cache, tmp_path / name, *more)
         code = finish(argv, tmp_path / f"{name}.out", doom)
         assert code == (-9 if doom else 0), (tmp_path / f"{name}.out").read_text()
@@ -114,53 +108,29 @@ def test_grpo_begins_with_its_model_and_mixes_its_demonstrations_in(
 # -- what is refused
 
 
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
+def test_bad_data_is_refused_with_its_row_before_a_run_folder_is_made(cache: Path, data: Path, tmp_path: Path) -> None:
+    """Every fault of a row: tests/tasks. Of 80 rows and this one, ten steps draw every one."""
+    rows = data.read_text().splitlines()
+    for line, complaint in (
         ('{"prompt": "1+1"}', "expected also completion"),
-        ('{"prompt": "1+1", "completion": ""}', "'completion': got str '', expected text that is not empty"),
-        ('{"prompt": "1+1", "completion": 2}', "'completion': got int '2', expected text"),
-        (
-            '{"prompt": "1+1", "completion": [{"role": "user", "content": "2"}]}',
-            "'completion': got 'user', expected one message of 'assistant'",
-        ),
-        (
-            json.dumps({"prompt": "1+1", "completion": "\\boxed{2} " * 60}),
-            "expected at most 128, as many as the model reads",
-        ),
-        (
-            json.dumps(
-                {"prompt": [{"role": r, "content": "a"} for r in ("user", "assistant", "user")], "completion": "b"}
-            ),
-            "without a chat template",
-        ),
-    ],
-    ids=["no_field", "empty", "number", "user", "long", "no_template"],
-)
-def test_bad_data_is_refused_with_its_row_before_a_run_folder_is_made(
-    cache: Path, data: Path, tmp_path: Path, line: str, complaint: str
-) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text("\n".join([*data.read_text().splitlines(), line]))
-    flags = ["--gin_param", "STEPS=10"]  # of 80 rows: every row is drawn
-    assert finish(supervised(cache, tmp_path / "run", path, *flags), tmp_path / "out") == 2
-    said = (tmp_path / "out").read_text()
-    assert complaint in said
-    assert "expected" in said
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+        (json.dumps({"prompt": "1+1", "completion": "\\boxed{2} " * 60}), "expected at most 128, as many as the model"),
+    ):
+        (path := tmp_path / "bad.jsonl").write_text("\n".join([*rows, line]))
+        argv = supervised(cache, tmp_path / "run", path, "--gin_param", "STEPS=10")
+        assert finish(argv, tmp_path / "out") == 2
+        assert complaint in (tmp_path / "out").read_text()
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
-    ("flags", "complaint"),
+    ("binding", "complaint"),
     [
-        (["supervised.Stage.group_size=2"], "expected one of objective, prompts, epochs, minibatches"),
-        (["supervised.Stage.minibatches=3"], "do not split into 3 minibatches"),
+        ({"supervised__Stage__group_size": 2}, "expected one of objective, prompts, epochs, minibatches"),
+        ({"supervised__Stage__minibatches": 3}, "do not split into 3 minibatches"),
     ],
-    ids=["groups", "minibatches"],
 )
 def test_numbers_that_do_not_fit_a_supervised_stage_are_refused(
-    cache: Path, data: Path, tmp_path: Path, flags: list[str], complaint: str
+    cache: Path, data: Path, tmp_path: Path, binding: dict[str, int], complaint: str
 ) -> None:
-    argv = supervised(cache, tmp_path / "run", data, "--dry_run", *(x for f in flags for x in ("--gin_param", f)))
-    assert finish(argv, tmp_path / "out") == 2
+    assert finish(supervised(cache, tmp_path / "run", data, "--dry_run", **binding), tmp_path / "out") == 2
     assert complaint in (tmp_path / "out").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e.running import AfterStep, command, finish, metrics, outcome
+from e2e.running import command, finish, metrics, outcome, signal_after_step
 from transformers import AutoTokenizer
 from vllm_stub import Stub
 
@@ -19,11 +19,9 @@ OPD = ["--gin_file", "algo/opd.gin", "--gin_file", "scale/teacher.gin"]
 
 
 @pytest.fixture(scope="module")
-def teacher(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def teacher(whole: Path) -> str:
     """The model of a run without a teacher."""
-    folder = tmp_path_factory.mktemp("teacher")
-    assert finish(command(cache, folder / "run"), folder / "out") == 0, (folder / "out").read_text()
-    return str(folder / "run" / "model")
+    return str(whole / "model")
 
 
 def taught(cache: Path, run_dir: Path | None, teacher: str, *flags: str, **changes: object) -> list[str]:
@@ -38,38 +36,56 @@ def calm(cache: Path, teacher: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.slow
-def test_the_policy_comes_nearer_to_its_teacher(calm: Path) -> None:
+def test_the_policy_comes_nearer_to_its_teacher_and_a_killed_run_does_alike(
+    cache: Path, teacher: str, calm: Path, tmp_path: Path
+) -> None:
     rows = [row for row in metrics(calm) if "teacher/reverse_kl" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[-1]["teacher/reverse_kl"] < 0.5 * rows[0]["teacher/reverse_kl"]
     assert all(row["teacher/gap_abs"] > 0 > row["teacher/gap_min"] for row in rows)
     assert all(row["advantage/zero_variance_groups"] == 0 for row in rows)  # rewards compare nothing here
-
-
-@pytest.mark.slow
-def test_a_killed_run_ends_as_an_undisturbed_one(cache: Path, teacher: str, calm: Path, tmp_path: Path) -> None:
     argv = taught(cache, tmp_path / "run", teacher)
-    assert finish(argv, tmp_path / "out", AfterStep(3, signal.SIGKILL)) == -9
+    assert finish(argv, tmp_path / "out", signal_after_step(3, signal.SIGKILL)) == -9
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
     assert outcome(tmp_path / "run") == outcome(calm)
 
 
-def test_a_step_is_replayed(calm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert replaying.main([str(calm), "--step", "3"]) == 0, capsys.readouterr().out
-    assert "is what it was" in capsys.readouterr().out
-
-
 @pytest.mark.slow
-def test_a_teacher_may_be_measured_only(cache: Path, teacher: str, tmp_path: Path) -> None:
+def test_a_teacher_may_be_measured_only(cache: Path, teacher: str, whole: Path, tmp_path: Path) -> None:
     """A run that only asks its teacher is the run that has none, but for the figures about it."""
     flags = ["--gin_file", "scale/teacher.gin", "--gin_param", f"TEACHER={teacher!r}"]
-    for name, more in (("alone", []), ("watched", flags)):
-        assert finish(command(cache, tmp_path / name, *more), tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    alone, watched = outcome(tmp_path / "alone"), outcome(tmp_path / "watched")
+    assert finish(command(cache, tmp_path / "watched", *flags), tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    alone, watched = outcome(whole), outcome(tmp_path / "watched")
     rows = [{k: v for k, v in row.items() if not k.startswith("teacher/")} for row in watched.pop("metrics")]
     assert rows == alone.pop("metrics")
     assert watched == alone
     assert "teacher/reverse_kl" in metrics(tmp_path / "watched")[-1]
+
+
+REFERENCE = """
+from __gin__ import dynamic_registration
+from grpo_fn.algo import objective
+
+objective.policy_objective.beta = 1e-12
+objective.policy_objective.kl = @objective.k3
+"""
+
+
+@pytest.mark.slow
+def test_the_kl_to_the_start_is_that_to_a_reference_and_changes_nothing(
+    cache: Path, whole: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "over.gin").write_text(REFERENCE)
+    watched = command(cache, tmp_path / "watched", sections__Logging__start_kl_every=1)
+    referred = command(cache, tmp_path / "kept", "--gin_file", str(tmp_path / "over.gin"))
+    for argv in (watched, referred):
+        assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    found = [row.get("loss/kl_start") for row in metrics(tmp_path / "watched")][1:]
+    assert found == pytest.approx([row["loss/kl"] for row in metrics(tmp_path / "kept")[1:]], rel=1e-3, abs=1e-9)
+    assert abs(found[0]) < 1e-9 < 1e-6 < found[5]
+    ours, theirs = outcome(tmp_path / "watched"), outcome(whole)
+    rows = [{k: v for k, v in row.items() if k != "loss/kl_start"} for row in ours.pop("metrics")]
+    assert (rows, ours) == (theirs.pop("metrics"), theirs)
 
 
 def test_a_teacher_with_another_tokenizer_is_refused_before_a_run_folder_is_made(
@@ -88,19 +104,6 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_a_run_folder_is_made
     assert "2 of 352 tokens differ" in said
 
 
-def test_a_problem_that_no_teacher_is_for_is_refused(cache: Path, teacher: str, tmp_path: Path) -> None:
-    over = tmp_path / "over.gin"
-    over.write_text(
-        "from __gin__ import dynamic_registration\nfrom grpo_fn.trainer import sections\n"
-        "from grpo_fn.trainer import teachers\n"
-        "sections.Teacher.key = @teachers.teacher_of_field\nteachers.teacher_of_field.name = 'task'\n"
-    )
-    assert finish(taught(cache, tmp_path / "run", teacher, "--gin_file", str(over)), tmp_path / "out") == 2
-    said = (tmp_path / "out").read_text()
-    assert "sections.Teacher.key: got 'arithmetic' for the problem" in said or "sections.Teacher.key: got ''" in said
-    assert "expected one of 'teacher', the keys of sections.Teacher.models" in said
-
-
 SELF = ["--gin_file", "algo/sdpo.gin", "--gin_file", "scale/sibling_teacher.gin"]
 
 
@@ -113,8 +116,9 @@ def alone(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_policy_that_teaches_itself_goes_on_from_its_average(cache: Path, alone: Path, tmp_path: Path) -> None:
+    assert replaying.main([str(alone), "--step", "3"]) == 0
     argv = command(cache, tmp_path / "run", *SELF)
-    assert finish(argv, tmp_path / "out", AfterStep(3, signal.SIGKILL)) == -9
+    assert finish(argv, tmp_path / "out", signal_after_step(3, signal.SIGKILL)) == -9
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
     assert outcome(tmp_path / "run") == outcome(alone)
     rows = [row for row in metrics(alone) if "teacher/rows_taught" in row]
@@ -125,11 +129,6 @@ def test_a_policy_that_teaches_itself_goes_on_from_its_average(cache: Path, alon
     weights = store.read_tensors(newest, WEIGHTS)
     assert averages.keys() <= weights.keys()
     assert any(not torch.equal(x, weights[name]) for name, x in averages.items())
-
-
-def test_a_step_of_a_policy_that_teaches_itself_is_replayed(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert replaying.main([str(alone), "--step", "3"]) == 0, capsys.readouterr().out
-    assert "is what it was" in capsys.readouterr().out
 
 
 def test_a_prompt_that_is_too_long_for_its_teacher_is_refused_before_a_run_folder_is_made(

@@ -1,0 +1,136 @@
+"""The published GSM8K and MBPP through the whole program with a small random model, tools and sandbox included."""
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from e2e.running import AtPhase, finish, metrics, outcome
+from published import published
+
+from experiments.tiny import models
+from grpo_fn import sandbox
+from grpo_fn.config import load_config
+from grpo_fn.core import prng
+from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.rewards import math
+from grpo_fn.shell.logging import rollout_store
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.tasks import benchmarks
+from grpo_fn.tasks.task import train_problems
+
+TRAIN, TEST = 7473, 1319
+SHORT = {"STEPS": 2, "PROMPTS": 2, "EVAL_PROBLEMS": 4, "step.Algorithm.group_size": 2}
+SHORT |= {"sections.Checkpoints.every": 1, "sections.Evaluation.every": 1}
+# A run file: its data, what makes it small, and how many turns and sampled tokens it leaves when it is not.
+RUNS = {
+    "gsm8k": ("gsm8k", {"MAX_NEW_TOKENS": 4, "STEPS": 3}),
+    "mbpp_code": ("mbpp", {"MAX_NEW_TOKENS": 8}),
+    "python_tool": ("gsm8k", {"MAX_NEW_TOKENS": 16}),
+    "mbpp_retry": ("mbpp", {"MAX_NEW_TOKENS": 24, "MAX_TURN_TOKENS": 8}),
+}
+LIMITS = {"python_tool": (8, 1024), "mbpp_retry": (3, 1152)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = models.Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=4096)
+    path = tmp_path_factory.mktemp("published") / "model"
+    models.make_random(shape, path, seed=0, chat=True)
+    return path
+
+
+def arguments(name: str, model: Path, run_dir: Path, **more: object) -> list[str]:
+    """Of a run file made small; where it judges programs, the test needs a sandbox."""
+    data, limits = RUNS[name]
+    if name != "gsm8k" and all(sandbox.available()[kind] for kind in ("bubblewrap", "namespaces")):
+        pytest.skip(f"NOT TESTED: no sandbox on this machine: {sandbox.available()}")
+    given = {"MODEL": model, "DATA": published(data), **SHORT, **limits, **more}
+    flags = [part for key, value in given.items() for part in ("--gin_param", f"{key}={value}")]
+    return ["--gin_file", f"run/{name}.gin", *flags, "--run_dir", str(run_dir)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "steps"), [("gsm8k", 3), ("mbpp_code", 2)])
+def test_a_killed_run_on_the_real_files_ends_as_another(name: str, steps: int, model: Path, tmp_path: Path) -> None:
+    argv = arguments(name, model, tmp_path / "whole")
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    rows = metrics(tmp_path / "whole")
+    assert len(rows) == steps + 1
+    assert all(row["reward/invalid"] == row["reward/timeouts"] == 0 for row in rows[1:])
+    assert all(0 <= row["eval/accuracy"] <= 1 for row in rows)
+    if name == "gsm8k":
+        assert f"epochs of {TRAIN}" in (tmp_path / "whole" / "log.txt").read_text()
+    again = arguments(name, model, tmp_path / "again")
+    assert finish(again, tmp_path / "out", AtPhase("train", steps, signal.SIGKILL)) == -signal.SIGKILL
+    assert finish(again, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    # The newest checkpoint may not be there yet; the one before it is, or there would be no other.
+    assert re.search("resumed after step [12] ", (tmp_path / "again" / "log.txt").read_text()) or steps == 2
+    assert outcome(tmp_path / "again") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", [pytest.param("python_tool", marks=pytest.mark.slow), "mbpp_retry"])
+def test_episodes_of_a_run_file_go_through_two_steps(name: str, model: Path, tmp_path: Path) -> None:
+    assert finish(arguments(name, model, tmp_path / "run"), tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 3
+    assert all(row["episode/environment_failures"] == row["reward/invalid"] == 0 for row in rows[1:])
+    assert all(0 <= row["eval/accuracy"] <= 1 for row in rows)
+    stored = rollout_store.load_rollouts(tmp_path / "run" / "rollouts" / "step_000001.jsonl.gz")
+    assert len(stored) == 4
+    assert all(row["turns"] for row in stored), json.dumps(stored)[:500]
+    kwargs = load_config([f"run/{name}.gin"], ["MODEL='x'", "DATA='x'"]).kwargs()
+    episodes, sampling = kwargs["episodes"], kwargs["sampling"]
+    assert (episodes.max_turns, sampling.max_new_tokens) == LIMITS[name]
+    assert sampling.max_new_tokens <= episodes.max_turns * episodes.max_turn_tokens
+    assert sampling.max_total_tokens > sampling.max_new_tokens
+
+
+def scores(pool: RewardPool, golds: Sequence[str], answers: Sequence[str]) -> list[float | None]:
+    asked = [Problem(i, "", gold, {}) for i, gold in enumerate(golds)]
+    return pool.score(math.correct, asked, [Completion(rf"\boxed{{{answer}}}", 9, False) for answer in answers])
+
+
+def test_every_published_answer_is_right_for_itself_and_wrong_for_another() -> None:
+    task = benchmarks.gsm8k(data=str(published("gsm8k")), template="{question}")
+    assert (task.size, len(task.test)) == (TRAIN, TEST)
+    train = train_problems(task, prng.key(0, device="cpu"), 0, TRAIN)
+    golds = [problem.answer for problem in (*train, *task.test)]
+    with RewardPool(workers=1, timeout_per_completion=5.0, memory_mb=1024, stop_on_error=True) as pool:
+        assert scores(pool, golds, golds) == [1.0] * (TRAIN + TEST)
+        assert scores(pool, golds, [f"{gold}1" for gold in golds]) == [0.0] * (TRAIN + TEST)
+
+
+def test_the_reward_for_programs_separates_reference_programs_from_others(model: Path, tmp_path: Path) -> None:
+    params = arguments("mbpp_code", model, tmp_path)[3:-2:2]
+    kwargs = load_config(["run/mbpp_code.gin"], params).kwargs()
+    passed, share = kwargs["rewards"].reward.keywords["parts"]
+    for problem in kwargs["data"].task().test[:3]:
+        right = Completion(f"Here it is.\n```python\n{problem.answer}\n```\n", 40, False)
+        wrong = Completion("```python\nimport sys\nsys.exit(0)\n```", 10, False)
+        assert (passed(problem, right), share(problem, right)) == (1.0, 1.0)
+        assert (passed(problem, wrong), share(problem, wrong)) == (0.0, 0.0)
+
+
+@pytest.mark.slow
+def test_an_epoch_takes_every_row_once(model: Path, tmp_path: Path) -> None:
+    """Prompts, sampling, verification and loss of each: 53 steps of 141 are the 7,473 rows."""
+    more = {"STEPS": 53, "PROMPTS": 141, "MAX_NEW_TOKENS": 2, "sections.PolicyUpdate.micro_tokens": 65536}
+    more |= {"sections.Evaluation.every": 0, "sections.Checkpoints.every": 53, "sections.Logging.keep_rollouts": 53}
+    code = finish(arguments("gsm8k", model, tmp_path / "run", **more), tmp_path / "out", seconds=600)
+    assert code == 0, (tmp_path / "out").read_text()
+    assert all(row["reward/invalid"] == 0 for row in metrics(tmp_path / "run")[1:])
+    folder = tmp_path / "run" / "rollouts"
+    seen = [
+        row
+        for n in rollout_store.rollout_steps(folder)
+        for row in rollout_store.load_rollouts(folder / f"step_{n:06d}.jsonl.gz")
+    ]
+    assert len(seen) == 2 * TRAIN
+    assert {row["uid"] for row in seen} == set(range(TRAIN))
+    published_rows = [json.loads(line) for line in (published("gsm8k") / "train.jsonl").read_text().splitlines()]
+    asked = {(row["prompt"].partition("\nPlease reason")[0], row["answer"]) for row in seen}
+    assert asked == {(row["question"], benchmarks.gsm8k_answer(row["answer"])) for row in published_rows}
+    assert all(row["length"] > 0 for row in seen)
