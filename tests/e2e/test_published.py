@@ -42,11 +42,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def needs_sandbox() -> None:
+    if all(sandbox.available()[kind] for kind in ("bubblewrap", "namespaces")):
+        pytest.skip(f"NOT TESTED: no sandbox on this machine: {sandbox.available()}")
+
+
 def arguments(name: str, model: Path, run_dir: Path, **more: object) -> list[str]:
     """Of a run file made small; where it judges programs, the test needs a sandbox."""
     data, limits = RUNS[name]
-    if name != "gsm8k" and all(sandbox.available()[kind] for kind in ("bubblewrap", "namespaces")):
-        pytest.skip(f"NOT TESTED: no sandbox on this machine: {sandbox.available()}")
+    if name != "gsm8k":
+        needs_sandbox()
     given = {"MODEL": model, "DATA": published(data), **SHORT, **limits, **more}
     flags = [part for key, value in given.items() for part in ("--gin_param", f"{key}={value}")]
     return ["--gin_file", f"run/{name}.gin", *flags, "--run_dir", str(run_dir)]

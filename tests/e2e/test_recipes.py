@@ -17,10 +17,10 @@ import pytest
 import yaml
 from e2e.faults import job
 from e2e.running import TESTS, finish, metrics
+from e2e.test_published import needs_sandbox
 from launch.launching import Started, environment, program, run
 from published import published
 
-from grpo_fn import sandbox
 from grpo_fn.config import load_config
 from grpo_fn.shell.checkpoint.run_dir import write_config
 from grpo_fn.shell.logging import rollout_store
@@ -70,11 +70,6 @@ def instructions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def no_sandbox() -> None:
-    if all(sandbox.available()[name] for name in ("bubblewrap", "namespaces")):
-        pytest.skip(f"NOT TESTED: no sandbox on this machine: {sandbox.available()}")
-
-
 @pytest.fixture
 def recipe(request: pytest.FixtureRequest) -> Recipe:
     """One recipe, with what of the published data it needs."""
@@ -87,7 +82,7 @@ def qwen(request: pytest.FixtureRequest | None) -> Recipe:
 
 
 def code(request: pytest.FixtureRequest) -> Recipe:
-    no_sandbox()
+    needs_sandbox()
     return Recipe("code_slurm_v100", {"DATA": published("mbpp")}, {"sections.PolicyUpdate.initial_scale": 1024.0})
 
 
@@ -249,22 +244,13 @@ def test_the_launchers_of_one_host_start_what_they_say(tmp_path: Path) -> None:
         assert all(path.exists() and path.resolve().parent == RECIPES / name for path in named)
 
 
-SERVER = """
-import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-class Well(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-HTTPServer(("127.0.0.1", int(sys.argv[1])), Well).serve_forever()
-"""
+HEALTHY = 'exec "$REAL" -m http.server --bind 127.0.0.1 --directory "$FOLDER/pages" "$PORT"'
 
 
-def evaluated(folder: Path, *, training: str, server: str = 'exec "$REAL" "$SERVER" "$PORT"') -> dict[str, str]:
+def evaluated(folder: Path, *, training: str, server: str = HEALTHY) -> dict[str, str]:
     """The environment of qwen_math_2gpu's launcher: a Python of which vLLM is `server` and the training `training`."""
-    (folder / "server.py").write_text(SERVER)
+    (folder / "pages").mkdir()
+    (folder / "pages" / "health").touch()
     lines = [
         "#!/usr/bin/env bash",
         'if [[ $1 == *agent.py ]]; then printf "%s\\n" "$@" >"$FOLDER/agent_args"; ' + training + "; fi",
@@ -281,8 +267,8 @@ def evaluated(folder: Path, *, training: str, server: str = 'exec "$REAL" "$SERV
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = {"PYTHON": str(listening), "PORT": str(port), "FOLDER": str(folder), "SERVER": str(folder / "server.py")}
-    return environment(folder, REAL=sys.executable, RUN_DIR=str(folder / "run"), **given)
+    given = {"PYTHON": str(listening), "PORT": str(port), "FOLDER": str(folder), "REAL": sys.executable}
+    return environment(folder, RUN_DIR=str(folder / "run"), **given)
 
 
 QWEN = [RECIPES / "qwen_math_2gpu" / "launch.sh", "--gin_param", "MODEL=a/model"]
@@ -322,12 +308,6 @@ def test_without_an_evaluation_server_there_is_no_training(tmp_path: Path) -> No
     for part in ("no such model", "the evaluation server ended as it started"):
         assert part in done.stderr
     assert not (tmp_path / "agent_args").exists()
-
-
-def test_a_run_that_needs_no_evaluation_server_starts_none(tmp_path: Path) -> None:
-    done = run([*QWEN, "--gin_file", "engine/local.gin"], evaluated(tmp_path, training="exit 0"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "server").exists()
 
 
 def test_every_test_that_the_practice_names_is_there() -> None:

@@ -177,35 +177,33 @@ def test_a_broken_checkpoint_is_named_and_skipped(cache: Path, whole: Path, tmp_
     assert outcome(run) == outcome(whole)
 
 
-@pytest.mark.slow
-def test_nothing_but_broken_checkpoints_is_refused_until_a_forced_start(
-    cache: Path, whole: Path, tmp_path: Path
-) -> None:
-    run = copied(whole, tmp_path)
-    before = (run / "metrics.jsonl").read_bytes()
+def broken(run: Path) -> None:
     for path in (run / "checkpoints").glob("step_*"):
         flip(path / "__0_0.distcp")
-    for _ in range(2):  # moving them aside must not make the next start think that there was nothing
-        assert finish(command(cache, run), tmp_path / "out") == 2
-        assert (run / "metrics.jsonl").read_bytes() == before
-    said = (tmp_path / "out").read_text()
-    assert "broken-step_4, broken-step_6" in said
-    assert "--force" in said
-    assert "sha256" in said
-    assert finish(command(cache, run, "--force"), tmp_path / "out") == 0
-    assert outcome(run) == outcome(whole)
+
+
+def gone(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
 
 
 @pytest.mark.slow
-def test_checkpoints_that_are_gone_are_missed_until_a_forced_start(cache: Path, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (broken, ["broken-step_4, broken-step_6", "sha256", "--force"]),
+        (gone, ["got no checkpoint in", "expected one to resume from", "metrics.jsonl goes to step 6"]),
+    ],
+)
+def test_checkpoints_that_are_broken_or_gone_are_missed_until_a_forced_start(
+    cache: Path, whole: Path, tmp_path: Path, harm: Callable[[Path], None], said: list[str]
+) -> None:
     run = copied(whole, tmp_path)
     before = [(run / name).read_bytes() for name in ("metrics.jsonl", "digests.jsonl")]
-    shutil.rmtree(run / "checkpoints")
-    assert finish(command(cache, run), tmp_path / "out") == 2
-    assert [(run / name).read_bytes() for name in ("metrics.jsonl", "digests.jsonl")] == before
-    said = (tmp_path / "out").read_text()
-    assert f"got no checkpoint in {run / 'checkpoints'}, expected one to resume from" in said
-    assert "metrics.jsonl goes to step 6" in said
+    harm(run)
+    for _ in range(2):  # moving them aside must not make the next start think that there was nothing
+        assert finish(command(cache, run), tmp_path / "out") == 2
+        assert [(run / name).read_bytes() for name in ("metrics.jsonl", "digests.jsonl")] == before
+    assert all(text in (tmp_path / "out").read_text() for text in said)
     assert finish(command(cache, run, "--force"), tmp_path / "out") == 0
     assert outcome(run) == outcome(whole)
 
@@ -275,14 +273,6 @@ def test_another_model_is_refused_even_when_forced_and_the_folder_stays_as_it_wa
     assert "Traceback" not in said
     assert {path: path.read_bytes() for path in run.rglob("*") if path in before} == before
     interrupted(cache, tmp_path, [], STEPS=2, models__TinyModel__layers=2)  # the original command is not refused
-
-
-@pytest.mark.slow
-def test_a_start_that_came_to_nothing_does_not_hold_the_folder(cache: Path, tmp_path: Path) -> None:
-    code = finish(command(cache, tmp_path / "run", STEPS=1), tmp_path / "out", at_phase("evaluate", 1)(tmp_path))
-    assert code == -KILL
-    assert finish(command(cache, tmp_path / "run", STEPS=2), tmp_path / "out") == 0
-    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
 DYNAMIC = {

@@ -143,7 +143,7 @@ def test_bombs_end_within_limits_and_leave_no_process(source, traces):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS.keys())
+@pytest.mark.parametrize("source", [*BOMBS.values()][::3], ids=[*BOMBS][::3])
 def test_bombs_end_in_every_isolation(isolation, source, traces):
     ends(isolation, source, traces)
 
@@ -399,7 +399,7 @@ def test_everything_dies_with_the_process_that_started_it(isolation, delay, trac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.004 * step for step in range(40)])
+@pytest.mark.parametrize("delay", [0.004 * step for step in range(1, 40, 6)])
 def test_everything_dies_with_it_at_any_moment(isolation, delay, traces):
     killed_after(isolation, delay, traces)
 
@@ -531,7 +531,7 @@ for name, amiss in sandbox.available().items():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are an ordinary user's already")
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [8, pytest.param(2, marks=pytest.mark.slow)])
 def test_it_is_the_same_for_an_ordinary_user(every):
     python = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     if not os.path.exists(python):

@@ -50,8 +50,8 @@ def test_references_do_not_pass_the_tests_of_another_problem():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "rows"), [("mbpp.jsonl", 974), ("sanitized-mbpp.jsonl", 427)])
-def test_every_reference_passes_its_own_tests(file, rows):
-    found = scores(code.all_tests_pass, problems(file))
-    assert len(found) == rows
+def test_every_fourth_reference_passes_its_own_tests():
+    asked = problems("mbpp.jsonl")
+    assert len(asked) == 974
+    found = scores(code.all_tests_pass, asked[::4])
     assert [task for task, score in found.items() if score != 1.0] == []

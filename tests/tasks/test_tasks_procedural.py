@@ -176,13 +176,8 @@ def test_the_page_has_every_kind_and_what_fails():
 
 
 @pytest.mark.slow
-def test_the_audit_finds_what_is_wrong_with_these_kinds():
-    found = procedural_audit.audit(["coin_flip", "gcd", "graph_color", "isomorphic_strings"])
-    failures = {name: "; ".join(failed) for name, (_, failed) in found.items() if failed}
-    assert failures == {name: procedural.AUDIT_FAILURES[name] for name in found if name != "gcd"}
-
-
-@pytest.mark.slow  # four minutes: a few kinds take a second for a problem
-def test_the_audit_of_every_kind_is_the_page_s():
-    found = procedural_audit.audit(procedural.kinds())
-    assert {k: "; ".join(v) for k, (_, v) in found.items() if v} == dict(procedural.AUDIT_FAILURES)
+def test_the_audit_finds_what_is_wrong_with_a_kind_as_the_page_says():
+    """Of four kinds that show its ways to fail, and every twelfth; `tools/tables` writes the page from all of them."""
+    found = procedural_audit.audit(["coin_flip", "gcd", "graph_color", "isomorphic_strings", *procedural.kinds()[::12]])
+    expected = {name: procedural.AUDIT_FAILURES.get(name, "") for name in found}
+    assert {name: "; ".join(failed) for name, (_, failed) in found.items()} == expected
