@@ -177,6 +177,7 @@ def test_asked_to_stop_it_does_not_wait_and_makes_the_evaluations_again(
     assert {**comparable(tmp_path / "run"), "kept": None} == {**midst, "kept": None}
 
 
+@pytest.mark.slow
 def test_weights_that_are_gone_are_named_and_the_run_goes_on(
     cache: Path, midst: dict[str, Any], tmp_path: Path
 ) -> None:
