@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -99,25 +99,16 @@ class Interrupted:
 
 
 def backward(calls: int, harm: Harm) -> None:
-    """The harm comes when half of the graph of the n-th backward pass is done."""
+    """The harm comes in the midst of the n-th backward pass."""
 
     def halfway(real: Callable, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        nodes = list(graph(tensors[0].grad_fn))
-        nodes[len(nodes) // 2].register_prehook(lambda grads: harm())
+        node = tensors[0].grad_fn
+        for _ in range(10):
+            node = next((following for following, _ in node.next_functions if following is not None), node)
+        node.register_prehook(lambda grads: harm())
         real(tensors, grads)
 
     after(calls, torch.autograd, "backward", halfway)
-
-
-def graph(root: Any) -> Iterator[Any]:
-    """The nodes of an autograd graph, nearest first."""
-    seen, line = {root}, [root]
-    while line:
-        yield (node := line.pop(0))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                line.append(following)
 
 
 def spoilt(calls: int, harm: Harm) -> None:

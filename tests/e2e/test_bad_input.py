@@ -80,22 +80,9 @@ def test_the_same_input_without_a_fault_runs(model: Path, data: Path, tmp_path: 
     assert finish(gsm8k(model, data, tmp_path / "run"), tmp_path / "out") == 0, (tmp_path / "out").read_text()
 
 
-def no_eos(folder: Path) -> None:
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": None}))
-
-
-@pytest.mark.parametrize(  # every fault of such a folder: tests/shell/model/test_hf.py
-    ("harm", "said"),
-    [
-        (shutil.rmtree, ["got model", "which does not exist", "expected a Hugging Face model folder"]),
-        (no_eos, ["got a tokenizer without an EOS token", "expected one"]),
-    ],
-)
-def test_a_bad_model_folder(
-    model: Path, data: Path, tmp_path: Path, harm: Callable[[Path], None], said: list[str]
-) -> None:
-    harm(model)
+def test_a_model_folder_that_is_not_there(model: Path, data: Path, tmp_path: Path) -> None:
+    shutil.rmtree(model)
+    said = ["got model", "which does not exist", "expected a Hugging Face model folder"]
     refused(gsm8k(model, data, tmp_path / "run"), tmp_path, *said)
 
 
@@ -106,23 +93,14 @@ def test_a_prompt_too_long_for_the_model_is_found_wherever_it_is(model: Path, da
     refused(argv, tmp_path, *said)
 
 
-BAD_NUMBERS = {
-    "minibatches": (
-        {"step__Algorithm__minibatches": 3},
-        ["prompts 4", "3 minibatches", "prompts 3 or 6", "minibatches 2"],
-    ),
-    "group of one": (
-        {"step__Algorithm__group_size": 1, "credit__outcome__advantage": "@advantage.mean_centered"},
-        ["group_size: got 1", "expected 2 or more"],
-    ),
-    "a word for a number": ({"STEPS": "many"}, ["'many'", "expected int"]),
-    "test set larger than the task": ({"TEST_SIZE": 10**9}, ["test_size: got 1000000000", "expected 1 to"]),
-}
-
-
-@pytest.mark.parametrize("fault", BAD_NUMBERS)
-def test_bad_numbers(cache: Path, fault: str) -> None:
-    changes, parts = BAD_NUMBERS[fault]
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"step__Algorithm__minibatches": 3}, ["prompts 4", "3 minibatches", "prompts 3 or 6", "minibatches 2"]),
+        ({"STEPS": "many"}, ["'many'", "expected int"]),
+    ],
+)
+def test_bad_numbers(cache: Path, changes: dict[str, object], parts: list[str]) -> None:
     text = refusal(command(cache, None, **changes))
     assert all(part in text for part in parts), text
 

@@ -119,7 +119,6 @@ def test_the_number_of_ranks_does_not_matter(cache: Path, pool: Path, tmp_path: 
 
 
 REFUSED = {
-    "without arms": ({"sections__Data__task": "@arithmetic.task"}, "got a task without arms to choose among"),
     "no part": (
         {
             "curricula__pool_in_band__pass_rate": "@curricula.part_at_least",

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -56,18 +55,6 @@ def test_episodes_of_several_turns_train(episodes: Path) -> None:
     for row in rows(episodes, 1):
         assert sum(row["mask"]) == sum(turn["length"] for turn in row["turns"])
     assert metrics(episodes)[1]["episode/turns_max"] > 1
-
-
-def test_an_opening_that_leaves_no_turn_is_refused_before_a_model_is_loaded(cache: Path, tmp_path: Path) -> None:
-    argv = command(cache, tmp_path / "run", *EPISODES, environment__Environment__start="@environment_fakes.long_start")
-    assert finish(argv, tmp_path / "out") == 2
-    said = (tmp_path / "out").read_text()
-    assert re.search(
-        r"Episodes.environment: environment_fakes.count_digits: got an opening of \d{3} tokens for problem \d+, "
-        r"expected at most 119 \(sections.Sampling.max_total_tokens less one for a turn\): '",
-        said,
-    ), said
-    assert "loading the model" not in said
 
 
 @pytest.mark.slow

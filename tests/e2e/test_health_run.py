@@ -35,11 +35,3 @@ def test_a_rule_that_ends_the_run_saves_it_and_the_same_command_goes_on(
 def test_a_warning_is_said_once_and_changes_nothing(whole: Path) -> None:
     assert len(warned(whole, "truncated_high")) == 1  # a model that knows nothing does not stop
     assert "Raise sections.Sampling.max_new_tokens" in warned(whole, "truncated_high")[0]
-
-
-def test_a_limit_that_cannot_work_is_bad_input(cache: Path, tmp_path: Path) -> None:
-    argv = command(cache, tmp_path / "run", sections__Health__limits={"kl_high": -1.0})
-    assert finish(argv, tmp_path / "out") == 2
-    said = "sections.Health.limits: got -1.0 for kl_high, expected a number above 0"
-    assert said in (tmp_path / "out").read_text()
-    assert not (tmp_path / "run").exists()

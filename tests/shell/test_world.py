@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -180,7 +181,7 @@ def late(world: World, sleeper: int, deadline: float) -> tuple[str, str, Any, fl
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize(("size", "sleeper"), [(2, 0), (2, 1), (4, 0), (4, 3)])
+@pytest.mark.parametrize(("size", "sleeper"), [(2, 0), (4, 3)])
 def test_who_waits_for_a_rank_that_sleeps_says_so_in_time(size, sleeper):
     ranks = crew(size)
     outcomes = ranks.run(late, sleeper, 1.0)
@@ -247,7 +248,7 @@ def stuck(here: World, rank: int, deadline: float) -> None:
     small.where = place
     if here.rank == rank:
         with small.talking("something without an end"):
-            time.sleep(100)
+            threading.Event().wait()
 
 
 def place() -> str:
@@ -288,7 +289,7 @@ def queued(here: World, rank: int, deadline: float) -> int:
         with small.talking("forward"):
             pass
     if here.rank == rank:
-        time.sleep(100)
+        threading.Event().wait()
     return len(small._queued)
 
 
