@@ -110,22 +110,23 @@ def test_the_reward_for_programs_separates_reference_programs_from_others(model:
 
 
 @pytest.mark.slow
-def test_an_epoch_takes_every_row_once(model: Path, tmp_path: Path) -> None:
-    """Prompts, sampling, verification and loss of each: 53 steps of 141 are the 7,473 rows."""
-    more = {"STEPS": 53, "PROMPTS": 141, "MAX_NEW_TOKENS": 2, "sections.PolicyUpdate.micro_tokens": 65536}
-    more |= {"sections.Evaluation.every": 0, "sections.Checkpoints.every": 53, "sections.Logging.keep_rollouts": 53}
-    code = finish(arguments("gsm8k", model, tmp_path / "run", **more), tmp_path / "out", seconds=600)
+def test_rows_come_once_each_and_as_they_were_published(model: Path, tmp_path: Path) -> None:
+    """A sixth of the epoch, through prompts, sampling, verification and loss."""
+    steps, prompts = 9, 141
+    more = {"STEPS": steps, "PROMPTS": prompts, "MAX_NEW_TOKENS": 2, "sections.PolicyUpdate.micro_tokens": 65536}
+    more |= {
+        "sections.Evaluation.every": 0,
+        "sections.Checkpoints.every": steps,
+        "sections.Logging.keep_rollouts": steps,
+    }
+    code = finish(arguments("gsm8k", model, tmp_path / "run", **more), tmp_path / "out", seconds=300)
     assert code == 0, (tmp_path / "out").read_text()
     assert all(row["reward/invalid"] == 0 for row in metrics(tmp_path / "run")[1:])
     folder = tmp_path / "run" / "rollouts"
-    seen = [
-        row
-        for n in rollout_store.rollout_steps(folder)
-        for row in rollout_store.load_rollouts(folder / f"step_{n:06d}.jsonl.gz")
-    ]
-    assert len(seen) == 2 * TRAIN
-    assert {row["uid"] for row in seen} == set(range(TRAIN))
-    published_rows = [json.loads(line) for line in (published("gsm8k") / "train.jsonl").read_text().splitlines()]
+    files = [folder / f"step_{n:06d}.jsonl.gz" for n in rollout_store.rollout_steps(folder)]
+    seen = [row for file in files for row in rollout_store.load_rollouts(file)]
+    assert len(seen) == 2 * len({row["uid"] for row in seen}) == 2 * steps * prompts
+    rows = [json.loads(line) for line in (published("gsm8k") / "train.jsonl").read_text().splitlines()]
     asked = {(row["prompt"].partition("\nPlease reason")[0], row["answer"]) for row in seen}
-    assert asked == {(row["question"], benchmarks.gsm8k_answer(row["answer"])) for row in published_rows}
+    assert asked < {(row["question"], benchmarks.gsm8k_answer(row["answer"])) for row in rows}
     assert all(row["length"] > 0 for row in seen)
