@@ -135,7 +135,6 @@ REFUSED = {
         },
         "got one with sections.Sampling.max_staleness 1",
     ),
-    "not made": ({"train__train__curriculum": "@curricula.pool_in_band"}, "(bound without ()?), expected None or a"),
 }
 
 
