@@ -46,7 +46,7 @@ def test_batches_are_as_stale_as_they_may_be_and_the_weights_differ_from_the_sam
     assert all(row["loss/mismatch_ess"] < 1 for row in rows[1:])
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("doom", [AtPhase("train", 4, KILL), AtPhase("train", 3, TERM)])
 def test_one_that_is_interrupted_learns_from_the_same_batches(
     cache: Path, ahead: Path, tmp_path: Path, doom: AtPhase

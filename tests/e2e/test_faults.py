@@ -106,6 +106,7 @@ def test_what_a_rank_can_say_before_it_goes_is_said_by_all(
     assert resumed_after(over) == 2
 
 
+@pytest.mark.slow
 def test_a_reward_worker_killed_between_two_calls_costs_nothing(cache: Path, tmp_path: Path) -> None:
     doom = Doom(1, partial(faults.scoring, 5), worker_killed)
     over = job(tmp_path, 2, command(cache, tmp_path / "run"), doom=doom)

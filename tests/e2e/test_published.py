@@ -88,14 +88,15 @@ def scores(pool: RewardPool, golds: Sequence[str], answers: Sequence[str]) -> li
     return pool.score(math.correct, asked, [Completion(rf"\boxed{{{answer}}}", 9, False) for answer in answers])
 
 
-def test_every_published_answer_is_right_for_itself_and_wrong_for_another() -> None:
+def test_published_answers_are_right_for_themselves_and_wrong_for_others_in_a_worker() -> None:
+    """A tenth of them; every one: tests/rewards."""
     task = benchmarks.gsm8k(data=str(published("gsm8k")), template="{question}")
     assert (task.size, len(task.test)) == (TRAIN, TEST)
     train = train_problems(task, prng.key(0, device="cpu"), 0, TRAIN)
-    golds = [problem.answer for problem in (*train, *task.test)]
+    golds = [problem.answer for problem in (*train, *task.test)][::10]
     with RewardPool(workers=1, timeout_per_completion=5.0, memory_mb=1024, stop_on_error=True) as pool:
-        assert scores(pool, golds, golds) == [1.0] * (TRAIN + TEST)
-        assert scores(pool, golds, [f"{gold}1" for gold in golds]) == [0.0] * (TRAIN + TEST)
+        assert scores(pool, golds, golds) == [1.0] * len(golds)
+        assert scores(pool, golds, [f"{gold}1" for gold in golds]) == [0.0] * len(golds)
 
 
 def test_the_reward_for_programs_separates_reference_programs_from_others(model: Path, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def learnt(run_dir: Path, *, overflows: bool) -> None:
     assert (run_dir / "model" / "config.json").exists()
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("recipe", RECIPE, indirect=True)
 def test_two_steps_of_it(recipe: Recipe, model: Path, tmp_path: Path) -> None:
     argv = small(recipe, model, tmp_path)

@@ -98,6 +98,7 @@ def test_file_events_of_a_checkpoint_are_survived(cache: Path, whole: Path, tmp_
     assert survived >= 3, "the dooms missed the checkpoints"
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_written_ends_the_run_before_a_checkpoint_claims_it(
     cache: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_polite_signal_finishes_the_step_saves_and_says_so(cache: Path, whole:
     assert outcome(run) == outcome(whole)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("doom", "codes", "said"),
     [
