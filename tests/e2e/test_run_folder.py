@@ -163,7 +163,7 @@ def test_the_first_line_is_ours_and_a_dry_run_begins_with_its_numbers() -> None:
 
 
 def test_every_command_says_its_version_and_has_its_script(capsys: pytest.CaptureFixture[str]) -> None:
-    for module in ("run", "eval.__main__", "score.__main__", "replay", "redteam", "doctor.__main__"):
+    for module in ("run", "eval.__main__", "score.__main__", "replay", "redteam", "doctor"):
         with pytest.raises(SystemExit) as ended:
             importlib.import_module(f"grpo_fn.{module}").flags().parse_args(["--version"])
         assert ended.value.code == 0
