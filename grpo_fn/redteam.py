@@ -85,17 +85,16 @@ def attack_reward(args: argparse.Namespace) -> int:
         from grpo_fn.config import load_config
 
         config = load_config(args.gin_file, args.gin_param, taker="grpo_fn.lab.redteam.attack_run")
-        kwargs = config.kwargs()
         from grpo_fn.lab import redteam
 
         request = redteam.AttackRequest(" + ".join(args.gin_file), args.problems, args.pulls)
-        found = redteam.attack_run(request, **kwargs)
+        campaign = redteam.attack_run(request, **config.kwargs())
     else:
         from grpo_fn.lab import redteam
 
         numbers = {"problems": args.problems, "pulls": args.pulls, "workers": args.workers}
-        found = redteam.attack_named(**named, **numbers)
-    print(redteam.report_attack(found))
+        campaign = redteam.attack_named(**named, **numbers)
+    print(redteam.report_attack(campaign))
     return 0
 
 

@@ -15,7 +15,7 @@ def flags() -> argparse.ArgumentParser:
         allow_abbrev=False,
         prog="python -m grpo_fn.replay",
         description="Take a step of a run again and compare it, bit for bit, with what the run recorded. Nothing in "
-        "the run folder is changed, and the run may be going on.",
+        "the run folder is changed, and the run may still be at work.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, from 1")
@@ -48,9 +48,9 @@ def flags() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, launch; the exit code is 0 for the same, 1 for a difference, 2 for bad input."""
     args = flags().parse_args(argv)
-    from grpo_fn.lab import replay
+    from grpo_fn.lab.replay import ReplayRequest, launch_replay
 
-    return exit_code(lambda: replay.launch_replay(**vars(args)), interrupted="interrupted; nothing was changed")
+    return exit_code(lambda: launch_replay(ReplayRequest(**vars(args))), interrupted="interrupted; nothing was changed")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 from grpo_fn.command_line import exit_code
 from grpo_fn.lab.paired import mcnemar, paired_bootstrap, paired_cells, paired_difference
-from grpo_fn.lab.trials import code_span, setting_key, table_markdown
+from grpo_fn.lab.trials import code_span, table_markdown
 
 Key = tuple[str, str, int]  # prompt (or uid), answer, and which of those that are alike
+Seeds = tuple[object, ...]  # the values of SEED_KNOBS
 
 
 class ComparedRun(NamedTuple):
@@ -153,22 +154,18 @@ def accuracy_table(runs: Sequence[ComparedRun], columns: Sequence[dict[Key, bool
     """One line a run: accuracy, and how it differs from the first."""
     from grpo_fn.trainer.evaluation import wilson  # it loads torch
 
-    names = ("difference", "95 %, paired", "gained", "lost", "p")
     rows = []
     for run, column, changed in zip(runs, columns, [None, *flips], strict=True):
         n, right = len(column), sum(column.values())
         low, high = wilson(right, n)
         row = {"run": run_label(run), "accuracy": f"{right / n:.3f}", "95 %": f"{low:.3f} to {high:.3f}"}
-        cells = [""] * len(names)
         if changed is not None:
             gained, lost = len(changed.gained), len(changed.lost)
-            cells = [f"{(gained - lost) / n:+.3f}", f"{changed.low:+.3f} to {changed.high:+.3f}"]
-            cells += [str(gained), str(lost), f"{changed.p:.3g}"]
-        rows.append(row | dict(zip(names, cells, strict=True)))
+            row |= {"difference": f"{(gained - lost) / n:+.3f}"}
+            row |= {"95 %, paired": f"{changed.low:+.3f} to {changed.high:+.3f}"}
+            row |= {"gained": str(gained), "lost": str(lost), "p": f"{changed.p:.3g}"}
+        rows.append(row)
     return table_markdown(rows)
-
-
-Seeds = tuple[object, ...]
 
 
 def seed_sections(paths: Sequence[Path], accuracies: Sequence[float]) -> list[str]:
@@ -198,17 +195,16 @@ def runs_by_setting(paths: Sequence[Path], accuracies: Sequence[float]) -> dict[
     for path, accuracy in zip(paths, accuracies, strict=True):
         knobs = read_hparams(path) if (path / MARKER).is_file() else {"path": str(path)}
         seeds = tuple(knobs.get(name) for name in SEED_KNOBS)
-        settings.setdefault(setting_key(knobs), {})[seeds] = (path, accuracy)
+        setting = repr(sorted((name, value) for name, value in knobs.items() if name not in SEED_KNOBS))
+        settings.setdefault(setting, {})[seeds] = (path, accuracy)
     return settings
 
 
 def flip_sections(base: ComparedRun, other: ComparedRun, changed: Flips, count: int) -> list[str]:
     """The problems on which two runs disagree, `count` of them."""
-    gained, lost = (
-        [(what, key) for key in keys] for what, keys in (("gained", changed.gained), ("lost", changed.lost))
-    )
-    flips = gained + lost
-    head = f"## {code_span(run_label(base))} to {code_span(run_label(other))}: {len(gained)} gained, {len(lost)} lost"
+    flips = [("gained", key) for key in changed.gained] + [("lost", key) for key in changed.lost]
+    gained, lost = len(changed.gained), len(changed.lost)
+    head = f"## {code_span(run_label(base))} to {code_span(run_label(other))}: {gained} gained, {lost} lost"
     rows = []
     for what, key in flips[:count]:
         before, after = base.rows[key], other.rows[key]

@@ -10,8 +10,6 @@ from markupsafe import Markup, escape
 from grpo_fn.core.display_text import escape_control
 
 FILES = PackageLoader("grpo_fn.lab", "html")
-
-
 ENVIRONMENT = Environment(
     loader=FILES,
     autoescape=True,
@@ -31,17 +29,6 @@ def source(name: str) -> Markup:
     return Markup(FILES.get_source(ENVIRONMENT, name)[0])
 
 
-REPORT_STYLE = """<style>
-body { max-width: 78rem; }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 1rem; }
-figure { margin: 0; } figcaption { font-weight: 600; } figcaption span { font-weight: 400; color: var(--soft); }
-svg { width: 100%; height: auto; } .legend, .none { font-size: 12px; color: var(--soft); }
-td, th { text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); overflow-wrap: break-word; }
-td:has(.long) { overflow-wrap: anywhere; }
-.wide { overflow-x: auto; } .long { max-height: 14rem; overflow-y: auto; min-width: 16rem; }
-</style>"""
-
-
 def html_page(title: str, sections: Sequence[str]) -> str:
     """The whole page; the sections are HTML."""
     return template("document.html.j2").render(
@@ -54,16 +41,12 @@ def html_section(title: str, note: str, *parts: str) -> str:
     return PIECES.section(title, note, [Markup(part) for part in parts])
 
 
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide: int | None = None) -> str:
-    """Cells of HTML under a row of names; the column `wide` takes the width that is left."""
-    widths = "".join(
-        f"<col{' style=' + chr(34) + 'width:50%' + chr(34) if i == wide else ''}>" for i in range(len(head))
-    )
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells of HTML under a row of names."""
     lines = ["".join(f"<th>{escape_text(name)}</th>" for name in head)]
     lines += ["".join(f"<td>{value}</td>" for value in row) for row in rows]
-    full = ' style="width:100%"' if wide is not None else ""
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="wide"><table{full}><colgroup>{widths}</colgroup>\n{body}\n</table></div>'
+    return f'<div class="wide"><table>\n{body}\n</table></div>'
 
 
 def push_attributes(x: float, classes: str) -> Markup:
@@ -75,11 +58,6 @@ def push_attributes(x: float, classes: str) -> Markup:
 def matrix(names: Sequence[str], values: Sequence[Sequence[float]]) -> str:
     """A square of numbers in [-1, 1] on their colours."""
     return PIECES.matrix(names, values)
-
-
-def bars(names: Sequence[str], values: Sequence[float], *, digits: int) -> str:
-    """A bar and its number for each name; the longest fills the width, negative ones have another colour."""
-    return PIECES.bars(names, values, max(map(abs, values), default=0.0) or 1.0, digits)
 
 
 def colored_tokens(texts: Sequence[str], values: Sequence[float | None], *, unit: float) -> str:

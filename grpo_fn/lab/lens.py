@@ -48,23 +48,21 @@ def show(args: argparse.Namespace) -> int:
     from grpo_fn.shell.atomic_io import write_bytes
 
     disable_progress_bar()
-    seen = presets.view_step(
+    views = presets.view_step(
         args.run,
         args.step,
         policy=args.policy or str(args.run),
         on_policy=args.on_policy,
         reference=args.reference,
     )
-    print(*presets.figure_lines(seen), sep="\n")
-    title, pages = (
-        f"Step {args.step} of {args.run}",
-        {args.out or args.run / "lens" / f"step_{args.step}.html": presets.lens_page},
-    )
+    print(*presets.figure_lines(views), sep="\n")
+    title = f"Step {args.step} of {args.run}"
+    pages = {args.out or args.run / "lens" / f"step_{args.step}.html": presets.lens_page}
     if args.token_report is not None:
         pages[args.token_report] = presets.own_signal_page
     for path, page in pages.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, page(seen, title).encode())
+        write_bytes(path, page(views, title).encode())
         print(f"written to {path}")
     return 0
 

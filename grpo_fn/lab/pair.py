@@ -4,11 +4,10 @@ python -m grpo_fn.lab.pair A.gin B.gin [C.gin ...] --gin_file run/arithmetic.gin
 python -m grpo_fn.lab.pair --report --out DIR
 
 Every arm is the files of --gin_file with one file of its own on top; the first is what the others are compared with.
-An arm and a seed are a run folder, DIR/trials/ARM-seed_S, made by `python -m grpo_fn.run`. All arms of a seed begin
-with one model: where the configuration makes it, it is made once and kept in DIR/starts. The same command again keeps
-what is done and goes on with the rest; more seeds or arms widen it. DIR/paired.jsonl has a line for each arm, metric
-and step: the mean difference, its 95 % interval over the seeds, and how many unpaired seeds a paired one is worth;
-DIR/table.md and DIR/report.html show them.
+An arm and a seed are a run folder, DIR/trials/ARM-seed_S, made by `python -m grpo_fn.run`. The same command again keeps
+what is done and resumes the rest; more seeds or arms widen it. DIR/paired.jsonl has a line for each arm, metric and
+step: the mean difference, its 95 % interval over the seeds, and how many unpaired seeds a paired one is worth;
+DIR/table.md shows them.
 
 Exit codes: 0 all done, 1 some run failed, 2 bad input, 75 stopped by SIGTERM or SIGINT, passed to every run.
 """
@@ -16,35 +15,31 @@ Exit codes: 0 all done, 1 some run failed, 2 bad input, 75 stopped by SIGTERM or
 import argparse
 import json
 import math
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_fn.command_line import exit_code
-from grpo_fn.config import Config, freeze, load_config, value_fingerprint
+from grpo_fn.config import Config, load_config, value_fingerprint
 from grpo_fn.config.resolve import Node, full_name
 from grpo_fn.core.json_lines import metrics_by_step
-from grpo_fn.lab import plots
-from grpo_fn.lab.html_page import REPORT_STYLE, escape_text, html_page, html_section, html_table
 from grpo_fn.lab.paired import PairedDifference, paired_cells, paired_difference, three_digits
 from grpo_fn.lab.trials import (
     STOPPED,
     Trial,
     TrialRunner,
     check_limits,
-    column_names,
     is_done,
     open_trials,
     plain_table,
+    print_trials,
     run_flags,
     table_markdown,
-    trial_folder,
-    trial_output,
     trial_parser,
+    trial_path,
 )
 from grpo_fn.shell.atomic_io import to_json, write_bytes, write_json
 
@@ -76,9 +71,6 @@ def flags() -> argparse.ArgumentParser:
         metavar="NAME",
         help="what a seed binds (default SEED); train.train.seed leaves the seed of a model that is made as it is",
     )
-    parser.add_argument(
-        "--start", metavar="MODEL", help="model folder, hub name, run or checkpoint that all begin with"
-    )
     parser.add_argument("--metric", action="append", default=[], help=f"repeatable (default {' '.join(METRICS)})")
     return parser
 
@@ -97,8 +89,7 @@ def pair(args: argparse.Namespace) -> int:
         pairing = pairing_of_flags(args)
         check_alike(pairing)
         if args.dry_run:
-            print(f"{len(pairing.trials())} runs, {args.jobs} at a time")
-            print(*(f"{one.name}: {' '.join(pairing.flags(one))}" for one in pairing.trials()), sep="\n")
+            print_trials(args, pairing.trials(), pairing.flags)
             return 0
         pairing = open_pairing(args.out, pairing)
         stopped = TrialRunner(args.out, pairing.trials(), pairing.flags, jobs=args.jobs, timeout=args.timeout).work()
@@ -109,7 +100,7 @@ def pair(args: argparse.Namespace) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)  # of runs that failed, not of the input
         return 1
-    print(write_pair_report(args.out, pairing, results))
+    print(write_tables(args.out, pairing, results))
     return STOPPED if stopped else int(bool(results.missing))
 
 
@@ -125,26 +116,26 @@ class Pairing:
     gin_params: Sequence[str]
     seed_knob: str
     seeds: Sequence[str]
-    start: str | None  # what --start named
-    starts: Mapping[str, str] = field(default_factory=dict)  # seed -> folder of the model that its runs begin with
 
     @property
     def first(self) -> str:
         """The arm that the others are compared with."""
         return next(iter(self.arms))
 
-    def files(self, arm: str) -> list[str]:
-        """The gin files of an arm, in order."""
-        return [*self.gin_files, self.arms[arm]]
+    def config(self, arm: str, seed: str) -> Config:
+        """The configuration of a run, checked. Raises ValueError naming the arm."""
+        try:
+            return load_config([*self.gin_files, self.arms[arm]], self.bindings(seed))
+        except ValueError as error:
+            raise ValueError(f"arm {arm}, seed {seed}: {error}") from error
 
     def bindings(self, seed: str) -> list[str]:
         """What is bound for the runs of a seed."""
-        model = [f"train.train.model={self.starts[seed]!r}"] if seed in self.starts else []
-        return [*self.gin_params, f"{self.seed_knob}={seed}", *model]
+        return [*self.gin_params, f"{self.seed_knob}={seed}"]
 
-    def flags(self, one: Trial) -> list[str]:
+    def flags(self, trial: Trial) -> list[str]:
         """The flags of `python -m grpo_fn.run` for a run."""
-        return run_flags(self.files(one.values["arm"]), self.bindings(one.values["seed"]))
+        return run_flags([*self.gin_files, self.arms[trial.values["arm"]]], self.bindings(trial.values["seed"]))
 
     def trials(self) -> list[Trial]:
         """All runs; every arm of a seed before the next seed, so that what is done can be compared."""
@@ -160,22 +151,39 @@ def pairing_of_flags(args: argparse.Namespace) -> Pairing:
     """What the command line describes. Raises ValueError for what cannot be compared."""
     if len(args.arms) < 2:
         raise ValueError(f"got {len(args.arms)} arms ({' '.join(args.arms)}), expected two gin files or more")
-    names = [Path(file).stem for file in args.arms]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"got several arms called {', '.join(twice)}, expected files with different names")
+    arms = {Path(file).stem: file for file in args.arms}
+    if len(arms) < len(args.arms):
+        raise ValueError(f"got the arms {' '.join(args.arms)}, expected files with different names")
     check_limits(args)
-    if odd := [seed for seed in args.seeds if not seed.isdigit()]:
-        raise ValueError(f"--seeds: got {' '.join(odd)}, expected whole numbers from 0")
-    if len({*args.seeds}) < len(args.seeds):
-        raise ValueError(f"--seeds: got {' '.join(args.seeds)}, expected each once")
+    if len({*args.seeds}) < len(args.seeds) or not all(map(str.isdigit, args.seeds)):
+        raise ValueError(f"--seeds: got {' '.join(args.seeds)}, expected whole numbers from 0, each once")
     return Pairing(
-        arms=dict(zip(names, args.arms, strict=True)),
-        gin_files=args.gin_file,
-        gin_params=args.gin_param,
-        seed_knob=args.seed_knob,
-        seeds=args.seeds,
-        start=args.start,
+        arms=arms, gin_files=args.gin_file, gin_params=args.gin_param, seed_knob=args.seed_knob, seeds=args.seeds
     )
+
+
+def read_pairing(out: Path) -> Pairing:
+    """What a folder compares. Raises OSError or ValueError for one that is none."""
+    return Pairing(**json.loads((out / SPEC).read_text(encoding="utf-8")))
+
+
+def open_pairing(out: Path, pairing: Pairing) -> Pairing:
+    """Make the folder, or widen one of the same files; all its arms and seeds.
+
+    Raises ValueError when the folder is that of another comparison, or of something else.
+    """
+    if open_trials(out / SPEC):
+        known = read_pairing(out)
+        for name in ("gin_files", "gin_params", "seed_knob", "first"):
+            if (got := getattr(pairing, name)) != getattr(known, name):
+                raise ValueError(f"got {name} {got}, expected {getattr(known, name)}, with which {out} was begun")
+        for arm, file in pairing.arms.items():
+            if known.arms.get(arm, file) != file:
+                raise ValueError(f"arm {arm}: got {file}, expected {known.arms[arm]}, with which {out} was begun")
+        seeds = [*dict.fromkeys([*known.seeds, *pairing.seeds])]
+        pairing = replace(pairing, arms={**known.arms, **pairing.arms}, seeds=seeds)
+    write_json(out / SPEC, asdict(pairing))
+    return pairing
 
 
 # -- what the arms have in common
@@ -184,18 +192,18 @@ def pairing_of_flags(args: argparse.Namespace) -> Pairing:
 def check_alike(pairing: Pairing) -> None:
     """Raise ValueError, before anything starts, for an unknown name and for arms that cannot share random numbers."""
     first, *others = pairing.arms
-    bases = {seed: arm_config(pairing, first, seed) for seed in pairing.seeds}
-    values: dict[Any, str] = {}
+    bases = {seed: pairing.config(first, seed) for seed in pairing.seeds}
+    seeds: dict[Any, str] = {}
     for seed, base in bases.items():
-        if (value := base.root.knobs["seed"]) in values:
+        if (value := base.root.knobs["seed"]) in seeds:
             raise ValueError(
-                f"--seed_knob: got {pairing.seed_knob}, with which seeds {values[value]} and {seed} are both "
+                f"--seed_knob: got {pairing.seed_knob}, with which seeds {seeds[value]} and {seed} are both "
                 f"train.train.seed = {value}; expected a knob or macro that makes them differ"
             )
-        values[value] = seed
+        seeds[value] = seed
     for seed in {pairing.seeds[0]: None, pairing.seeds[-1]: None}:  # an arm may bind the seed to one of them
         for arm in others:
-            check_pair(first, bases[seed], arm, arm_config(pairing, arm, seed), seed)
+            check_pair(first, bases[seed], arm, pairing.config(arm, seed), seed)
 
 
 def check_pair(first: str, base: Config, arm: str, other: Config, seed: str) -> None:
@@ -213,14 +221,6 @@ def check_pair(first: str, base: Config, arm: str, other: Config, seed: str) -> 
             )
 
 
-def arm_config(pairing: Pairing, arm: str, seed: str) -> Config:
-    """An arm's configuration, checked. Raises ValueError naming the arm."""
-    try:
-        return load_config(pairing.files(arm), pairing.bindings(seed))
-    except ValueError as error:
-        raise ValueError(f"arm {arm}, seed {seed}: {error}") from error
-
-
 def first_unlike(where: str, a: Any, b: Any) -> tuple[str, str, str]:
     """The first place at which two values differ, and what each has there."""
     if isinstance(a, Node) and isinstance(b, Node) and a.target is b.target:
@@ -230,91 +230,6 @@ def first_unlike(where: str, a: Any, b: Any) -> tuple[str, str, str]:
                 module = a.target.__module__.rpartition(".")[2]
                 return first_unlike(f"{module}.{a.target.__name__}.{name}", x, y)
     return where, *(f"@{full_name(x.target)}" if isinstance(x, Node) else repr(x) for x in (a, b))
-
-
-# -- the folder, and the models that runs begin with
-
-
-def read_pairing(out: Path) -> Pairing:
-    """What a folder compares. Raises OSError or ValueError for one that is none."""
-    return Pairing(**json.loads((out / SPEC).read_text(encoding="utf-8")))
-
-
-def open_pairing(out: Path, pairing: Pairing) -> Pairing:
-    """Make the folder and the models that runs begin with, or widen a folder of the same files; all its arms and seeds.
-
-    Raises ValueError when the folder is that of another comparison, or of something else.
-    """
-    if open_trials(out / SPEC):
-        known = read_pairing(out)
-        for name in ("gin_files", "gin_params", "seed_knob", "start"):
-            if (got := getattr(pairing, name)) != getattr(known, name):
-                raise ValueError(f"got {name} {got}, expected {getattr(known, name)}, with which {out} was begun")
-        if pairing.first != known.first:
-            raise ValueError(
-                f"got {pairing.first} as the first arm, expected {known.first}, with which {out} was begun"
-            )
-        if other := [name for name, file in pairing.arms.items() if known.arms.get(name, file) != file]:
-            got, expected = pairing.arms[other[0]], known.arms[other[0]]
-            raise ValueError(f"arm {other[0]}: got {got}, expected {expected}, with which {out} was begun")
-        seeds = [*dict.fromkeys([*known.seeds, *pairing.seeds])]
-        pairing = replace(pairing, arms={**known.arms, **pairing.arms}, seeds=seeds, starts=known.starts)
-    write_json(out / SPEC, asdict(pairing))
-    starts = {seed: start for seed in pairing.seeds if (start := start_folder(out, pairing, seed))}
-    pairing = replace(pairing, starts=starts)
-    write_json(out / SPEC, asdict(pairing))
-    return pairing
-
-
-def start_folder(out: Path, pairing: Pairing, seed: str) -> str | None:
-    """The folder of the model that the runs of a seed begin with, made where it is not there.
-
-    None where the configuration names a folder or a hub name: all arms read that. Raises ValueError for a model or
-    checkpoint that there is not, and for a start that is gone and would be made as another one.
-    """
-    before = pairing.starts.get(seed)
-    if before is not None and Path(before).is_dir():
-        return before
-    start = recipe_start(out, pairing, seed) if pairing.start is None else named_start(out, pairing.start)
-    if before not in (None, start):
-        raise ValueError(f"seed {seed}: got no folder {before}, which its runs began with, and would make {start}")
-    return start
-
-
-def named_start(out: Path, name: str) -> str:
-    """The model folder or hub name itself; of a run or a checkpoint its weights, exported once."""
-    from grpo_fn.shell.model.hf import Pretrained
-    from grpo_fn.trainer.model_source import export_whole, find_run_checkpoint, run_of
-
-    if run_of(name) is None:
-        folder = Pretrained(name).folder()
-        return str(Path(folder).absolute()) if Path(folder).is_dir() else folder
-    target = (out / "starts" / "checkpoint").absolute()
-    if not target.is_dir():
-        checkpoint = find_run_checkpoint(name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        export_whole(checkpoint, target)
-    return str(target)
-
-
-def recipe_start(out: Path, pairing: Pairing, seed: str) -> str | None:
-    """A copy of what the configuration's recipe makes."""
-    from grpo_fn.shell.model.hf import Pretrained
-    from grpo_fn.trainer.sections import model_source
-
-    unbound = replace(pairing, starts={})
-    value = arm_config(unbound, pairing.first, seed).root.knobs["model"]
-    source = model_source(freeze({"model": value}, {})["model"], "train.train.model")
-    folder = Path(source.folder())
-    if isinstance(source, Pretrained):
-        return None
-    target = (out / "starts" / folder.name).absolute()
-    if not target.is_dir():
-        part = target.with_name(f"{target.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.copytree(folder, part)
-        part.rename(target)
-    return str(target)
 
 
 # -- differences to the first arm by step, with intervals over the seeds
@@ -342,9 +257,11 @@ RunMetrics = Mapping[tuple[str, str], Mapping[int, Mapping[str, Any]]]  # (arm, 
 
 def compare_arms(out: Path, pairing: Pairing, metrics: Sequence[str]) -> PairResults:
     """Every arm against the first, by step. Raises ValueError where there is nothing to compare."""
-    trials = {(one.values["arm"], one.values["seed"]): one for one in pairing.trials()}
+    trials = {(trial.values["arm"], trial.values["seed"]): trial for trial in pairing.trials()}
     done = {
-        key: metrics_by_step(trial_folder(out, one), torn_end=False) for key, one in trials.items() if is_done(out, one)
+        key: metrics_by_step(trial_path(out, trial), torn_end=False)
+        for key, trial in trials.items()
+        if is_done(out, trial)
     }
     first, *others = pairing.arms
     if not any((first, seed) in done and (arm, seed) in done for arm in others for seed in pairing.seeds):
@@ -356,7 +273,7 @@ def compare_arms(out: Path, pairing: Pairing, metrics: Sequence[str]) -> PairRes
     if absent := [metric for metric in metrics if metric not in {row.metric for row in rows}]:
         raise ValueError(f"--metric: got {', '.join(absent)}, which no finished pair of runs has, expected a metric")
     sampled = {(arm, step): share for arm in others for step, share in same_samples(out, pairing, done, arm).items()}
-    return PairResults(rows, sampled, [one for key, one in trials.items() if key not in done])
+    return PairResults(rows, sampled, [trial for key, trial in trials.items() if key not in done])
 
 
 def arm_differences(pairing: Pairing, done: RunMetrics, arm: str, metric: str) -> list[ArmDifference]:
@@ -385,7 +302,7 @@ def same_samples(out: Path, pairing: Pairing, done: RunMetrics, arm: str) -> dic
     for seed in pairing.seeds:
         if (pairing.first, seed) not in done or (arm, seed) not in done:
             continue
-        roots = [trial_folder(out, arm_trial(name, seed)) / "rollouts" for name in (pairing.first, arm)]
+        roots = [trial_path(out, arm_trial(name, seed)) / "rollouts" for name in (pairing.first, arm)]
         kept = [{*rollout_store.rollout_steps(root)} if root.is_dir() else set() for root in roots]
         for step in sorted(kept[0] & kept[1]):
             base, other = (samples(root / f"step_{step:06d}.jsonl.gz") for root in roots)
@@ -394,32 +311,26 @@ def same_samples(out: Path, pairing: Pairing, done: RunMetrics, arm: str) -> dic
     return {step: math.fsum(values) / len(values) for step, values in sorted(shares.items())}
 
 
-# -- in every form
+# -- as tables
 
 
-def write_pair_report(out: Path, pairing: Pairing, results: PairResults) -> str:
-    """Write paired.jsonl, table.md and report.html; returns what a terminal shows."""
+def write_tables(out: Path, pairing: Pairing, results: PairResults) -> str:
+    """Write paired.jsonl and table.md; returns what a terminal shows."""
     lines = [difference_line(pairing, row) for row in results.rows]
     lines += [
         {"arm": arm, "metric": "same_samples", "step": step, "share": share}
         for (arm, step), share in results.sampled.items()
     ]
     write_bytes(out / "paired.jsonl", "".join(to_json(line) + "\n" for line in lines).encode())
-    title = f"{', '.join(pairing.arms)}: paired differences to {pairing.first}"
     tables = [(heading, cells) for heading, cells in pair_tables(pairing, results) if cells]
-    rest = [f"not finished: {line}" for line in missing_lines(out, results)]
-    parts = [f"# {title}", INTERVALS, *(f"## {heading}\n\n{table_markdown(cells)}" for heading, cells in tables)]
-    parts += ["\n".join(f"- {line}" for line in rest)] if rest else []
-    write_bytes(out / "table.md", ("\n\n".join(parts) + "\n").encode())
-    sections = [REPORT_STYLE, difference_curves(pairing, results.rows)]
-    for heading, cells in tables:
-        names = column_names(cells)
-        body = html_table(names, [[escape_text(row.get(name, "")) for name in names] for row in cells])
-        sections.append(html_section(heading, "", body))
-    write_bytes(out / "report.html", html_page(title, sections).encode("utf-8", "replace"))
+    outputs = [trial_path(out, trial, ".out") for trial in results.missing]
+    rest = [f"- not finished: {path.stem}" + f", see {path}" * path.exists() for path in outputs]
+    ends = ["\n".join(rest)] if rest else []
+    title = f"# {', '.join(pairing.arms)}: paired differences to {pairing.first}"
+    sections = [f"## {heading}\n\n{table_markdown(cells)}" for heading, cells in tables]
+    write_bytes(out / "table.md", ("\n\n".join([title, INTERVALS, *sections, *ends]) + "\n").encode())
     shown = [f"{heading}\n\n{plain_table(cells)}" for heading, cells in tables]
-    left = ["\n".join(rest)] if rest else []
-    return "\n\n".join([*shown, *left, f"written to {out / 'report.html'}"])
+    return "\n\n".join([*shown, *ends, f"written to {out / 'table.md'}"])
 
 
 def difference_line(pairing: Pairing, row: ArmDifference) -> dict[str, Any]:
@@ -428,48 +339,24 @@ def difference_line(pairing: Pairing, row: ArmDifference) -> dict[str, Any]:
     return {"arm": row.arm, "to": pairing.first, "metric": row.metric, "step": row.step, **figures}
 
 
-def difference_curves(pairing: Pairing, rows: Sequence[ArmDifference]) -> str:
-    """A figure for each metric: the difference of every arm to the first, in its interval."""
-    tint = {arm: plots.series_color(i) for i, arm in enumerate(list(pairing.arms)[1:])}
-    figures = []
-    for metric in dict.fromkeys(row.metric for row in rows):
-        lines = []
-        for arm, color in tint.items():
-            own = [row for row in rows if (row.arm, row.metric) == (arm, metric)]
-            steps, pairs = [float(row.step) for row in own], [row.paired for row in own]
-            values = [[p.difference for p in pairs], [p.low for p in pairs], [p.high for p in pairs]]
-            lines.append(plots.Line(arm, color, steps, *values))
-        figures.append(plots.html_figure(lines, escape_text(metric), label=f"paired differences of {metric}"))
-    plural = "s" if len(pairing.seeds) > 1 else ""
-    note = f"{len(pairing.seeds)} seed{plural} ({pairing.seed_knob}). {INTERVALS}"
-    return html_section("Differences", note, plots.legend(tint), f'<div class="plots">{"".join(figures)}</div>')
-
-
 def pair_tables(pairing: Pairing, results: PairResults) -> list[tuple[str, list[dict[str, str]]]]:
     """Heading and rows of each table: for every metric the last step, and the worth by step; then equal samples."""
     tables = []
     for metric in dict.fromkeys(row.metric for row in results.rows):
         rows = [row for row in results.rows if row.metric == metric]
         last = {row.arm: row for row in rows}
-        tables.append(
-            (
-                f"{metric} at the last step",
-                [{"arm": row.arm, "step": str(row.step), **paired_cells(row.paired)} for row in last.values()],
-            )
-        )
+        ends = [{"arm": row.arm, "step": str(row.step), **paired_cells(row.paired)} for row in last.values()]
+        tables.append((f"{metric} at the last step", ends))
         if len({row.step for row in rows}) > 1:
             tables.append((f"{metric}: difference by step", cells_by_step(rows, difference_cell)))
-            tables.append(
-                (f"{metric}: worth by step", cells_by_step(rows, lambda row: paired_cells(row.paired)["worth"]))
-            )
-    shares = {arm: {s: v for (name, s), v in results.sampled.items() if name == arm} for arm in pairing.arms}
+            worth = cells_by_step(rows, lambda row: paired_cells(row.paired)["worth"])
+            tables.append((f"{metric}: worth by step", worth))
     steps = spread_steps({step for _, step in results.sampled})
-    cells = [
-        {"arm": arm, **{f"step {step}": three_digits(share.get(step, math.nan)) for step in steps}}
-        for arm, share in shares.items()
-        if share
+    shares = [
+        {"arm": arm, **{f"step {step}": three_digits(results.sampled.get((arm, step), math.nan)) for step in steps}}
+        for arm in dict.fromkeys(arm for arm, _ in results.sampled)
     ]
-    return [*tables, (f"same samples by step. {SAMPLED}", cells)]
+    return [*tables, (f"same samples by step. {SAMPLED}", shares)]
 
 
 def cells_by_step(rows: Sequence[ArmDifference], cell: Callable[[ArmDifference], str]) -> list[dict[str, str]]:
@@ -495,14 +382,6 @@ def difference_cell(row: ArmDifference) -> str:
     """The difference, with half the width of its interval."""
     p = row.paired
     return f"{p.difference:+.3g} ± {p.high - p.difference:.2g}" if p.n > 1 else f"{p.difference:+.3g}"
-
-
-def missing_lines(out: Path, results: PairResults) -> list[str]:
-    """The runs that are not finished, and where they say why."""
-    begun = [one for one in results.missing if trial_output(out, one).exists()]
-    waiting = len(results.missing) - len(begun)
-    rest = [f"{waiting} runs that have not begun"] if waiting else []
-    return [*(f"{one.name}, see {trial_output(out, one)}" for one in begun), *rest]
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ with them prompts, order and random numbers: the mean difference with Student's 
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import cache, partial
 from statistics import fmean, variance
 from typing import NamedTuple
 
 import numpy as np
+from mpmath import betainc, findroot
 
 CONFIDENCE = 0.95  # of the intervals over seeds
 ROUNDING = 2.0**-40  # of the values: a difference that is no larger is none
@@ -25,8 +26,7 @@ def mcnemar(gained: int, lost: int) -> float:
     Psychometrika 12, whose statistic approximates this binomial). 1 without any disagreement.
     """
     n = gained + lost
-    choices = accumulate(range(min(gained, lost)), lambda ways, i: ways * (n - i) // (i + 1), initial=1)  # C(n, i)
-    return min(1.0, 2 * sum(choices) / 2**n)
+    return min(1.0, 2 * sum(math.comb(n, i) for i in range(min(gained, lost) + 1)) / 2**n)
 
 
 def paired_bootstrap(gained: int, lost: int, n: int) -> tuple[float, float]:
@@ -90,7 +90,8 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Paired
     together = max(0.0, 2 * alone - noise)  # Var(first + second)
     slope = t / math.sqrt(n - 1)
     limit = (slope + math.hypot(1, slope)) ** 2  # F's quantile by t's: Cacoullos 1965, J. Am. Stat. Assoc. 60
-    worth = [(1 + _ratio(together * factor, noise)) / 2 if alone else math.nan for factor in (1.0, 1 / limit, limit)]
+    ratio = together / noise if noise else math.inf if together else math.nan
+    worth = [(1 + ratio * factor) / 2 for factor in (1.0, 1 / limit, limit)]
     return PairedDifference(n, *means, means[2] - half, means[2] + half, *worth)
 
 
@@ -114,29 +115,10 @@ def three_digits(x: float) -> str:
     return "-" if math.isnan(x) else f"{x:.3g}"
 
 
-def _ratio(value: float, by: float) -> float:
-    return value / by if by else math.inf
-
-
+@cache
 def student_quantile(degrees: int) -> float:
-    """The t for which Student's distribution with that many degrees of freedom has P(|T| <= t) = CONFIDENCE.
-
-    By bisection of the finite sums that P is for whole degrees (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4), in the
-    angle arctan(t / sqrt(degrees)).
-    """
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        angle = (low + high) / 2
-        low, high = (angle, high) if _student_mass(angle, degrees) < CONFIDENCE else (low, angle)
-    return math.sqrt(degrees) * math.tan(low)
-
-
-def _student_mass(angle: float, degrees: int) -> float:
-    """P(|T| <= sqrt(degrees) tan(angle))."""
-    odd = degrees % 2
-    steps = (math.cos(angle) ** 2 * (k - 1) / k for k in range(2 + odd, degrees - 1, 2))
-    terms = accumulate(steps, lambda term, step: term * step, initial=1.0)
-    if not odd:
-        return math.sin(angle) * math.fsum(terms)
-    more = math.sin(angle) * math.cos(angle) * math.fsum(terms) if degrees > 1 else 0.0
-    return 2 / math.pi * (angle + more)
+    """The t for which Student's distribution with that many degrees of freedom has P(|T| <= t) = CONFIDENCE."""
+    p = 1 - CONFIDENCE  # = I_x(degrees / 2, 1 / 2): Abramowitz and Stegun 1964, 26.7.1
+    tail = partial(betainc, degrees / 2, 0.5, 0, regularized=True)
+    # The brackets are the quantiles of infinitely many degrees of freedom and of one, and some.
+    return float(findroot(lambda t: tail(degrees / (degrees + t * t)) - p, (1.9, 13), solver="anderson"))

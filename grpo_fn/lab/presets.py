@@ -26,7 +26,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import by_group, count
 from grpo_fn.core.types import Batch, Gains, Groups, Rollout, Scores, Totals
 from grpo_fn.lab import token_page
-from grpo_fn.lab.html_page import bars, colored_tokens, html_page, html_section, matrix
+from grpo_fn.lab.html_page import colored_tokens, html_page, html_section, html_table, matrix
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.fsdp import FunctionalPolicy
@@ -36,7 +36,7 @@ from grpo_fn.trainer.validate import check_parts
 
 MICRO_TOKENS = 4096  # padded tokens in one forward pass: the logits are dense here
 SHOWN = 6  # rollouts on the page, those that the presets disagree on most
-MINE = "this run"
+OWN = "this run"
 
 
 # -- learning signals side by side
@@ -133,7 +133,7 @@ def view_step(run: Path, step: int, *, policy: str, on_policy: bool, reference: 
     """Read the step, score it, and show it to every preset. Raises ValueError for what is not there or does not fit."""
     config, groups = stored_groups(run, step)
     presets, refused = fitting_presets([config], [*groups.reward.parts])
-    algorithms = {MINE: algorithm([config], None), **presets}
+    algorithms = {OWN: algorithm([config], None), **presets}
     knobs = load_config([config], []).root.knobs
     temperature, seed = knobs["sampling"].knobs["temperature"], knobs["seed"]
     logp_old = groups.rollout.logp_sampled
@@ -151,8 +151,8 @@ def view_step(run: Path, step: int, *, policy: str, on_policy: bool, reference: 
         name: view(algo, groups, logp_old, logp_ref, logp_old, energy, UNMOVED, key, steps=step - 1)
         for name, algo in algorithms.items()
     }
-    signal, own = signals(scores, views, UNMOVED), views[MINE]
-    parts, weights = algorithms[MINE].minibatches, "" if on_policy else policy
+    signal, own = signals(scores, views, UNMOVED), views[OWN]
+    parts, weights = algorithms[OWN].minibatches, "" if on_policy else policy
     return StepViews(groups, scores, own, parts, [*views], signal, tokenizer, refused, weights)
 
 
@@ -194,13 +194,13 @@ def fitting_presets(config_files: list[str], parts: list[str]) -> tuple[dict[str
 
 def load_policy(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """A model in float32, and its tokenizer."""
-    found = locate(name, warn=partial(print, file=sys.stderr))
-    if found.checkpoint is not None:
-        check_fits(found.checkpoint, found.source.config())
-    folder = found.source.folder()
+    located = locate(name, warn=partial(print, file=sys.stderr))
+    if located.checkpoint is not None:
+        check_fits(located.checkpoint, located.source.config())
+    folder = located.source.folder()
     model = hf.load_model(folder, dtype=torch.float32, device=torch.device("cpu"), attention="sdpa").eval()
-    if found.checkpoint is not None:
-        copy_checkpoint_weights(model, found.checkpoint)
+    if located.checkpoint is not None:
+        copy_checkpoint_weights(model, located.checkpoint)
     return model, hf.load_tokenizer(folder)
 
 
@@ -220,75 +220,80 @@ def token_scores(oracle: FunctionalPolicy, rollout: Rollout) -> Scores:
 # -- what is shown
 
 
-def figure_lines(seen: StepViews) -> list[str]:
+def figure_lines(views: StepViews) -> list[str]:
     """The figures, for a terminal."""
-    share, cosine = nonzero_share(seen.signal, seen.groups.rollout.mask), cosines(seen.signal)
-    width = max(map(len, seen.names))
-    lines = [f"{'':{width}}  tokens moved  cosine with {MINE}"]
+    share, cosine = nonzero_share(views.signal, views.groups.rollout.mask), cosines(views.signal)
+    width = max(map(len, views.names))
+    lines = [f"{'':{width}}  tokens moved  cosine with {OWN}"]
     lines += [
-        f"{n:{width}}  {float(m):12.3f}  {float(c):.3f}" for n, m, c in zip(seen.names, share, cosine[0], strict=True)
+        f"{n:{width}}  {float(m):12.3f}  {float(c):.3f}" for n, m, c in zip(views.names, share, cosine[0], strict=True)
     ]
-    return lines + [f"{name}: left out, {why}" for name, why in seen.refused.items()]
+    return lines + [f"{name}: left out, {why}" for name, why in views.refused.items()]
 
 
-def row_reward(seen: StepViews, b: int) -> float:
-    """Of row b."""
-    return float(seen.groups.reward.value.flatten()[b])
-
-
-def lens_page(seen: StepViews, title: str) -> str:
+def lens_page(views: StepViews, title: str) -> str:
     """The figures, and the tokens on which the presets disagree."""
+    shares = nonzero_share(views.signal, views.groups.rollout.mask).tolist()
     sections = [
         html_section(
             "Do they point the same way?",
             "Cosine similarity of the learning signals, d objective / d log-prob of every token, over the whole step. "
             "0 where a signal is all zero.",
-            matrix(seen.names, cosines(seen.signal).tolist()),
+            matrix(views.names, cosines(views.signal).tolist()),
         ),
         html_section(
             "How much do they move?",
             "The share of the sampled tokens whose signal is not zero: what clips, filters and groups without signal "
-            "take away." + "".join(f" {name} is left out: {why}." for name, why in seen.refused.items()),
-            bars(seen.names, nonzero_share(seen.signal, seen.groups.rollout.mask).tolist(), digits=3),
+            "take away." + "".join(f" {name} is left out: {why}." for name, why in views.refused.items()),
+            html_table(
+                ["preset", "share"], [[name, f"{share:.3f}"] for name, share in zip(views.names, shares, strict=True)]
+            ),
         ),
-        *disagreement_sections(seen),
+        *disagreement_sections(views),
     ]
     return html_page(title, sections)
 
 
-def own_signal_page(seen: StepViews, title: str) -> str:
+def own_signal_page(views: StepViews, title: str) -> str:
     """The run's own signal, token by token."""
-    batch, objective = seen.own.batch, seen.own.objective
-    make = token_page.signal_of_step if seen.weights else token_page.signal_as_sampled
-    signal, figures = make(batch, seen.scores, objective, UNMOVED, minibatches=seen.minibatches)
-    experience = Experience(seen.groups, by_group(batch.adv, len(seen.groups.problems)), batch)
-    by = f"the weights of {seen.weights}" if seen.weights else "the stored log-probs"
+    batch, objective = views.own.batch, views.own.objective
+    if views.weights:
+        signal, figures = token_page.signal_of_step(
+            batch, views.scores, objective, UNMOVED, minibatches=views.minibatches
+        )
+    else:
+        signal, figures = token_page.signal_as_sampled(batch, objective, UNMOVED, minibatches=views.minibatches)
+    experience = Experience(views.groups, by_group(batch.adv, len(views.groups.problems)), batch)
+    by = f"the weights of {views.weights}" if views.weights else "the stored log-probs"
     note = f"Sampled in that step, seen with {by}."
-    return token_page.signal_page(experience, signal, figures, seen.tokenizer, title=title, note=note)
+    return token_page.signal_page(experience, signal, figures, views.tokenizer, title=title, note=note)
 
 
-def disagreement_sections(seen: StepViews) -> list[str]:
+def disagreement_sections(views: StepViews) -> list[str]:
     """The rollouts on which the presets differ most, each seen by the two that differ most on it."""
-    unit_signal = of_norm_one(seen.signal)
-    apart = disagreement(seen.signal).masked_fill(~seen.groups.rollout.mask, 0.0)
+    unit_signal = of_norm_one(views.signal)
+    apart = disagreement(views.signal).masked_fill(~views.groups.rollout.mask, 0.0)
     sections = []
     for b in apart.sum(-1).argsort(descending=True)[:SHOWN].tolist():
         signal = unit_signal[:, b]  # [K T]
-        pair = divmod(int(torch.cdist(signal, signal).argmax()), len(seen.names))
+        pair = divmod(int(torch.cdist(signal, signal).argmax()), len(views.names))
         unit = float(signal.abs().max())
-        parts = [Markup("<p><b>{}</b></p>").format(seen.names[i]) + row_tokens(seen, b, signal[i], unit) for i in pair]
+        parts = [
+            Markup("<p><b>{}</b></p>").format(views.names[i]) + row_tokens(views, b, signal[i], unit) for i in pair
+        ]
+        reward = float(views.groups.reward.value.flatten()[b])
         note = (
-            f"Reward {row_reward(seen, b):.2f}. Blue, line above: the update pushes the token up; red, line below: "
+            f"Reward {reward:.2f}. Blue, line above: the update pushes the token up; red, line below: "
             "down. Under the pointer is dlogp, negative for up; each preset's signal is scaled to norm 1 over the step."
         )
         sections.append(html_section(f"Where they disagree: row {b}", note, *parts))
     return sections
 
 
-def row_tokens(seen: StepViews, b: int, values: Tensor, unit: float) -> str:
+def row_tokens(views: StepViews, b: int, values: Tensor, unit: float) -> str:
     """A row's tokens with a preset's signal on them."""
-    tokens, mask = seen.groups.rollout.tokens[b], seen.groups.rollout.mask[b]
+    tokens, mask = views.groups.rollout.tokens[b], views.groups.rollout.mask[b]
     end = int(mask.nonzero().max()) + 1
-    texts = [seen.tokenizer.decode([token]) for token in tokens[:end].tolist()]
+    texts = [views.tokenizer.decode([token]) for token in tokens[:end].tolist()]
     shown = [float(x) if sampled else None for x, sampled in zip(values[:end], mask[:end], strict=True)]
     return colored_tokens(texts, shown, unit=unit)

@@ -1,6 +1,6 @@
 """Attacks on a reward: a bandit looks for the attempt that pays best on some problems, and others say what it gets.
 
-An attempt is a text, or a script that says one turn after the other of an episode.
+An attempt is a text, or a script that writes one turn after the other of an episode.
 
 What is reported is measured on problems that the search has not seen, so that the best of many texts does not owe its
 score to chance. Scores of one text on one problem are the reward's; a row that cannot be scored counts as 0.
@@ -8,10 +8,10 @@ score to chance. Scores of one text on one problem are the reward's; a row that 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from grpo_fn.config.resolve import bind_function, knob_names
@@ -57,16 +57,9 @@ TASKS = {
 
 # -- what is attacked: texts that a reward scores, or scripts that are played against an environment first
 
-Scores = Callable[[Sequence[Problem], Sequence[str]], list[float]]
 ScoreCompletions = Callable[[Sequence[Problem], Sequence[Completion]], list[float]]
 Attempt = str | Script
-
-
-class Scored(NamedTuple):
-    """What an attempt got on a problem, and what was said."""
-
-    score: float
-    text: str
+Scored = tuple[float, str]  # what an attempt got on a problem, and what it wrote
 
 
 class Target(NamedTuple):
@@ -90,14 +83,12 @@ def weighted_sum(pool: RewardPool, parts: Sequence[RewardFn], weights: Sequence[
     return scored
 
 
-# -- texts
-
-
-def text_target(scores: Scores) -> Target:
-    """Texts of `attacks.ATTACKS`, each made of a problem's prompt."""
+def text_target(weighted: ScoreCompletions) -> Target:
+    """Texts of `attacks.ATTACKS`, each made of a problem's prompt, as completions that ended by themselves."""
 
     def scored(problems: Sequence[Problem], texts: Sequence[Any]) -> list[Scored]:
-        return [Scored(*one) for one in zip(scores(problems, texts), texts, strict=True)]
+        completions = [Completion(text, token_estimate(text), False) for text in texts]
+        return [*zip(weighted(problems, completions), texts, strict=True)]
 
     def attempts(problem: Problem) -> Mapping[str, Sequence[Attempt]]:
         return {name: attack(problem.prompt) for name, attack in ATTACKS.items()}
@@ -105,20 +96,11 @@ def text_target(scores: Scores) -> Target:
     return Target(attempts, lambda problem: (_gold_text(problem),), scored)
 
 
-def text_scores(weighted: ScoreCompletions) -> Scores:
-    """Texts as completions that ended by themselves, with lengths as `attacks.token_estimate` has them."""
-
-    def scores(problems: Sequence[Problem], texts: Sequence[str]) -> list[float]:
-        return weighted(problems, [Completion(text, token_estimate(text), False) for text in texts])
-
-    return scores
-
-
 def _gold_text(problem: Problem) -> str:
     return f"```python\n{problem.answer}\n```" if "tests" in problem.meta else rf"\boxed{{{problem.answer}}}"
 
 
-# -- episodes
+# -- episodes: scripts played against an environment
 
 
 def episode_target(episodes: Episodes, weighted: ScoreCompletions, stack: ExitStack) -> Target:
@@ -130,8 +112,8 @@ def episode_target(episodes: Episodes, weighted: ScoreCompletions, stack: ExitSt
 
     def scored(problems: Sequence[Problem], scripts: Sequence[Any]) -> list[Scored]:
         played = play(problems, scripts)
-        texts = [transcript(one.text, one.turns) for one in played]
-        return [Scored(*one) for one in zip(weighted(problems, played), texts, strict=True)]
+        texts = [transcript(completion.text, completion.turns) for completion in played]
+        return [*zip(weighted(problems, played), texts, strict=True)]
 
     return Target(lambda problem: EPISODE_ATTACKS, _gold_scripts, scored)
 
@@ -144,9 +126,6 @@ def _gold_scripts(problem: Problem) -> Sequence[Script]:
         lambda seen: problem.answer,
         lambda seen: words[min(len(seen.observations), len(words) - 1)],
     )
-
-
-# -- scripts played against an environment
 
 
 def calls_reader(chat_format: MakeChatFormat) -> ReadCalls:
@@ -164,7 +143,7 @@ def calls_reader(chat_format: MakeChatFormat) -> ReadCalls:
 
 
 @dataclass
-class _Played:
+class _Episode:
     """An episode under way."""
 
     script: Script
@@ -175,10 +154,15 @@ class _Played:
     text: str = ""
     done: bool = False
 
-    def completion(self) -> Completion:
-        """As a reward sees it; `max_turns` ended what is not done."""
-        length = sum(turn.length for turn in self.turns)
-        return Completion(self.text, length, not self.done, tuple(self.turns))
+    def take_in(self, answer: Answer, failure: str) -> None:
+        """The environment's answer to the last turn; `failure` is empty, or what failed."""
+        observation = "\n".join(message.content for message in answer.messages)
+        last = self.turns[-1]
+        self.turns[-1] = last._replace(observation=observation, reward=answer.reward, error=last.error or failure)
+        self.seen = self.seen._replace(observations=(*self.seen.observations, observation))
+        self.done = answer.done
+        if not failure:
+            self.state, self.state_hash = answer.state, answer.state_hash
 
 
 def play_scripts(
@@ -190,86 +174,47 @@ def play_scripts(
     on_failure: OnFailure,
     max_turns: int,
 ) -> list[Completion]:
-    """The episodes of scripts, one for each problem, all turns of a number together."""
-    asked = [caller.start(problem, 0) for problem in problems]
-    rows = [
-        _opened(problem, script, future.result())
-        for problem, script, future in zip(problems, scripts, asked, strict=True)
+    """The episodes of scripts, one for each problem, all turns of a number together; as a reward sees them.
+
+    What `max_turns` ended is truncated.
+    """
+    starts = [caller.start(problem, 0) for problem in problems]
+    episodes = []
+    for problem, script, start in zip(problems, scripts, starts, strict=True):
+        opened = start.result()
+        if opened.failure:
+            raise RewardError(f"the environment, problem {problem.uid}: got no beginning: {opened.failure}")
+        opening = "\n".join(message.content for message in opened.messages)
+        episodes.append(_Episode(script, Seen(problem.prompt, opening, ()), opened.state, opened.state_hash))
+    for turn in range(1, max_turns + 1):
+        pending = []
+        for episode in episodes:
+            if episode.done:
+                continue
+            text = episode.script(episode.seen)
+            content, calls, malformed = read_calls(text)
+            episode.text = content
+            episode.turns.append(Turn(text, token_estimate(text), "", None, episode.state_hash, len(calls), malformed))
+            message = Message("assistant", content, "", calls, malformed)
+            pending.append((episode, bool(calls), caller.step(episode.state, message, turn)))
+        for episode, called, future in pending:
+            answer = future.result()
+            episode.take_in(on_failure(answer, called) if answer.failure else answer, answer.failure)
+    return [
+        Completion(each.text, sum(turn.length for turn in each.turns), not each.done, tuple(each.turns))
+        for each in episodes
     ]
-    for turn in range(max_turns):
-        waiting = [_say(row, caller, read_calls, turn) for row in rows if not row.done]
-        for row, message, future in waiting:
-            _take_in(row, message, future.result(), on_failure)
-    return [row.completion() for row in rows]
 
 
-def _opened(problem: Problem, script: Script, found: Answer) -> _Played:
-    if found.failure:
-        raise RewardError(f"the environment, problem {problem.uid}: got no beginning: {found.failure}")
-    opening = "\n".join(message.content for message in found.messages)
-    return _Played(script, Seen(problem.prompt, opening, ()), found.state, found.state_hash)
+# -- a bandit over arms with unknown mean rewards: UCB1 (Auer, Cesa-Bianchi and Fischer 2002, figure 1)
 
 
-def _say(
-    row: _Played, caller: EnvironmentCaller, read_calls: ReadCalls, turn: int
-) -> tuple[_Played, Message, Future[Answer]]:
-    """The row's next turn, about which the environment is asked."""
-    text = row.script(row.seen)
-    content, calls, malformed = read_calls(text)
-    message = Message("assistant", content, "", calls, malformed)
-    row.text = content
-    row.turns.append(Turn(text, token_estimate(text), "", None, row.state_hash, len(calls), malformed))
-    return row, message, caller.step(row.state, message, turn + 1)
-
-
-def _take_in(row: _Played, message: Message, found: Answer, on_failure: OnFailure) -> None:
-    """The environment's answer to the row's last turn."""
-    answer = on_failure(found, bool(message.calls)) if found.failure else found
-    said = "\n".join(one.content for one in answer.messages)
-    last = row.turns[-1]
-    row.turns[-1] = last._replace(observation=said, reward=answer.reward, error=last.error or found.failure)
-    row.seen = row.seen._replace(observations=(*row.seen.observations, said))
-    row.done = answer.done
-    if not found.failure:
-        row.state, row.state_hash = answer.state, answer.state_hash
-
-
-# -- a bandit over arms with unknown mean rewards: UCB1 (Auer, Cesa-Bianchi and Fischer 2002, figure 1), as a value
-
-
-class Arms(NamedTuple):
-    """What is known of each arm: how often it was pulled, and the sum of what it paid."""
-
-    pulls: tuple[int, ...]
-    paid: tuple[float, ...]
-
-
-def fresh_arms(count: int) -> Arms:
-    """Arms of which none has been pulled."""
-    return Arms((0,) * count, (0.0,) * count)
-
-
-def record_pull(arms: Arms, arm: int, reward: float) -> Arms:
-    """The arms after one more pull."""
-    pulls, paid = list(arms.pulls), list(arms.paid)
-    pulls[arm] += 1
-    paid[arm] += reward
-    return Arms(tuple(pulls), tuple(paid))
-
-
-def mean_paid(arms: Arms) -> list[float]:
-    """The mean reward of each arm; minus infinity for one that was never pulled."""
-    return [paid / pulls if pulls else -math.inf for pulls, paid in zip(arms.pulls, arms.paid, strict=True)]
-
-
-def next_arm(arms: Arms, *, spread: float) -> int:
-    """The arm with the highest mean + spread * sqrt(2 ln n / n_j); one that was never pulled comes first."""
-    if 0 in arms.pulls:
-        return arms.pulls.index(0)
-    total = math.log(sum(arms.pulls))
-    bounds: Sequence[float] = [
-        mean + spread * math.sqrt(2 * total / pulls) for mean, pulls in zip(mean_paid(arms), arms.pulls, strict=True)
-    ]
+def next_arm(payments: Sequence[Sequence[float]], *, spread: float) -> int:
+    """The arm with the highest mean + spread * sqrt(2 ln n / n_j), from what each has paid; a new one comes first."""
+    if new := [arm for arm, paid in enumerate(payments) if not paid]:
+        return new[0]
+    pulls = math.log(sum(map(len, payments)))
+    bounds = [fmean(paid) + spread * math.sqrt(2 * pulls / len(paid)) for paid in payments]
     return max(range(len(bounds)), key=bounds.__getitem__)
 
 
@@ -283,10 +228,10 @@ class AttackText(NamedTuple):
     place: int
 
 
-class Found(NamedTuple):
-    """The best attempt of an attack, its mean score on fresh problems, and what it says about the first of them."""
+class BestAttempt(NamedTuple):
+    """The best attempt of an attack, its mean score on fresh problems, and what it wrote about the first of them."""
 
-    which: AttackText
+    attack: str
     score: float
     text: str
 
@@ -298,7 +243,7 @@ class Campaign(NamedTuple):
     reward: str
     problems: int  # that the scores are means over
     gold: float
-    found: tuple[Found, ...]
+    attempts: tuple[BestAttempt, ...]
 
 
 class AttackRequest(NamedTuple):
@@ -328,8 +273,8 @@ def attack_named(
     parts = [reward_of(spec, knobs) for spec, knobs in zip(named, _shared_knobs(named, reward_knobs), strict=True)]
     seconds = max(spec.deadline for spec in named)
     make = partial(RewardPool, workers=workers, timeout_per_completion=seconds, memory_mb=MEMORY_MB, stop_on_error=True)
-    found = attack_task(_task(task, task_knobs), parts, factors, make, problems=problems, pulls=pulls)
-    return found._replace(task=task, reward=_sum_text(factors, rewards))
+    campaign = attack_task(_task(task, task_knobs), parts, factors, make, problems=problems, pulls=pulls)
+    return campaign._replace(task=task, reward=_sum_text(factors, rewards))
 
 
 def attack_run(request: AttackRequest, *, data: Data, rewards: Rewards, episodes: Episodes | None) -> Campaign:
@@ -341,9 +286,10 @@ def attack_run(request: AttackRequest, *, data: Data, rewards: Rewards, episodes
         )
     parts, weights = knobs["parts"], knobs["weights"]
     check_sandboxes([*parts, *([] if episodes is None else [episodes.environment.start, episodes.environment.step])])
-    numbers = {"problems": request.problems, "pulls": request.pulls}
-    found = attack_task(data.task(), parts, weights, rewards.pool, episodes=episodes, **numbers)
-    return found._replace(task=request.name, reward=_sum_text(weights, part_names(parts)))
+    campaign = attack_task(
+        data.task(), parts, weights, rewards.pool, problems=request.problems, pulls=request.pulls, episodes=episodes
+    )
+    return campaign._replace(task=request.name, reward=_sum_text(weights, part_names(parts)))
 
 
 def attack_task(
@@ -367,7 +313,7 @@ def attack_task(
         with ExitStack() as stack:
             weighted = weighted_sum(stack.enter_context(make_pool()), parts, weights)
             if episodes is None:
-                return attack_target(held_out, text_target(text_scores(weighted)), pulls=pulls)
+                return attack_target(held_out, text_target(weighted), pulls=pulls)
             return attack_target(held_out, episode_target(episodes, weighted, stack), pulls=pulls)
     except RewardError as error:
         raise ValueError(error) from error
@@ -381,23 +327,24 @@ def attack_target(held_out: Sequence[Problem], target: Target, *, pulls: int) ->
     """
     searched, fresh = held_out[::2], held_out[1::2]  # alike, where parts of a mixture stand one behind the other
     sizes = {name: len(attempts) for name, attempts in target.attempts(searched[0]).items()}
-    tried = [AttackText(name, place) for name, size in sizes.items() for place in range(size)]
-    means = mean_paid(_search(tried, searched, target, pulls))
-    found = []
+    arms = [AttackText(name, place) for name, size in sizes.items() for place in range(size)]
+    means = [fmean(paid) for paid in _search(arms, searched, target, pulls)]
+    attempts = []
     for name in sizes:
-        best = max((arm for arm, one in enumerate(tried) if one.attack == name), key=means.__getitem__)
-        scored = target.scores(fresh, [_attempt(target, tried[best], problem) for problem in fresh])
-        found.append(Found(tried[best], _mean([one.score for one in scored]), scored[0].text))
+        best = max((arm for arm, which in enumerate(arms) if which.attack == name), key=means.__getitem__)
+        scored = target.scores(fresh, [_attempt(target, arms[best], problem) for problem in fresh])
+        attempts.append(BestAttempt(name, fmean(score for score, _ in scored), scored[0][1]))
     golds = zip(*map(target.golds, fresh), strict=True)
-    best_gold = max(_mean([one.score for one in target.scores(fresh, attempts)]) for attempts in golds)
-    return Campaign("", "", len(fresh), best_gold, tuple(sorted(found, key=lambda one: -one.score)))
+    best_gold = max(fmean(score for score, _ in target.scores(fresh, texts)) for texts in golds)
+    return Campaign("", "", len(fresh), best_gold, tuple(sorted(attempts, key=lambda attempt: -attempt.score)))
 
 
 def report_attack(campaign: Campaign) -> str:
     """The campaign as a table, best attack first, and what it comes to."""
-    best = campaign.found[0]
+    best = campaign.attempts[0]
     rows = [
-        f"| {one.which.attack} | {one.score:.3f} | {shown_text(one.text, LONGEST_TEXT)} |" for one in campaign.found
+        f"| {attempt.attack} | {attempt.score:.3f} | {shown_text(attempt.text, LONGEST_TEXT)} |"
+        for attempt in campaign.attempts
     ]
     return "\n".join(
         [
@@ -407,7 +354,7 @@ def report_attack(campaign: Campaign) -> str:
             "|---|---|---|",
             *rows,
             "",
-            f"best without the answer: {best.score:.3f} ({best.which.attack}); the golds get {campaign.gold:.3f}",
+            f"best without the answer: {best.score:.3f} ({best.attack}); the golds get {campaign.gold:.3f}",
         ]
     )
 
@@ -419,30 +366,28 @@ def shown_text(text: str, most: int) -> str:
     return f"`{shown}`{more}" if text else "(empty)"
 
 
-def _search(tried: Sequence[AttackText], problems: Sequence[Problem], target: Target, pulls: int) -> Arms:
-    """The arms after each was pulled once and the bandit `pulls` times."""
+def _search(arms: Sequence[AttackText], problems: Sequence[Problem], target: Target, pulls: int) -> list[list[float]]:
+    """What each arm has paid, pull by pull: each is pulled once, then the bandit says which."""
+    size = min(ROWS, len(problems))
 
-    def rows(arm: int, turn: int) -> tuple[list[Problem], list[Attempt]]:
-        asked = [problems[(turn * ROWS + row) % len(problems)] for row in range(min(ROWS, len(problems)))]
-        return asked, [_attempt(target, tried[arm], problem) for problem in asked]
+    def drawn(pull: int) -> list[Problem]:
+        return [problems[(pull * ROWS + row) % len(problems)] for row in range(size)]
 
-    def paid_for(asked: Sequence[Problem], attempts: Sequence[Attempt]) -> list[float]:
-        return [one.score for one in target.scores(asked, attempts)]
+    def scores(arms: Sequence[AttackText], drawn: Sequence[Problem]) -> list[float]:
+        attempts = [_attempt(target, arm, problem) for arm in arms for problem in drawn]
+        return [score for score, _ in target.scores([*drawn] * len(arms), attempts)]
 
-    first = [rows(arm, 0) for arm in range(len(tried))]
-    paid = paid_for([problem for asked, _ in first for problem in asked], [one for _, each in first for one in each])
-    size = len(first[0][0])
-    arms = fresh_arms(len(tried))
-    for arm in range(len(tried)):
-        arms = record_pull(arms, arm, _mean(paid[arm * size : (arm + 1) * size]))
+    first = scores(arms, drawn(0))
+    payments = [[fmean(first[i : i + size])] for i in range(0, len(first), size)]
+    spread = max(max(first) - min(first), 1e-9)
     for _ in range(pulls):
-        arm = next_arm(arms, spread=max(max(paid) - min(paid), 1e-9))
-        arms = record_pull(arms, arm, _mean(paid_for(*rows(arm, arms.pulls[arm]))))
-    return arms
+        arm = next_arm(payments, spread=spread)
+        payments[arm].append(fmean(scores([arms[arm]], drawn(len(payments[arm])))))
+    return payments
 
 
-def _attempt(target: Target, tried: AttackText, problem: Problem) -> Attempt:
-    return target.attempts(problem)[tried.attack][tried.place]
+def _attempt(target: Target, arm: AttackText, problem: Problem) -> Attempt:
+    return target.attempts(problem)[arm.attack][arm.place]
 
 
 def _task(name: str, knobs: Sequence[str]) -> Task:
@@ -473,7 +418,3 @@ def _sum_text(weights: Sequence[float], names: Sequence[str]) -> str:
     return " + ".join(
         name if weight == 1 else f"{weight:g} * {name}" for weight, name in zip(weights, names, strict=True)
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

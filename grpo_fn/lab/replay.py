@@ -1,6 +1,6 @@
 """A step of a run again: from the checkpoint before it, compared with what was recorded, and beside other knobs.
 
-Everything happens in memory. Nothing is written into the run folder, whose run may be going on.
+Everything happens in memory. Nothing is written into the run folder, in which the run may be at work.
 """
 
 import os
@@ -74,16 +74,6 @@ def load_stored_rollout(run_dir: Path, step: int, width: int) -> StoredRollout |
         raise ValueError(f"got {path}, which is broken ({error}), expected what the run stored") from error
 
 
-def require_stored(stored: StoredRollout | None, run_dir: Path, step: int) -> StoredRollout:
-    """What is stored. Raises ValueError when nothing is."""
-    if stored is None:
-        raise ValueError(
-            f"got no rollout of step {step} in {run_dir / 'rollouts'}, expected its tokens there "
-            "(sections.Logging.keep_rollouts says how many steps are kept)"
-        )
-    return stored
-
-
 def from_store(run: TrainingRun, stored: StoredRollout) -> Callable[[Explore, Carry], GroupBatch]:
     """The stored groups in the place of sampled ones, rewarded anew.
 
@@ -104,32 +94,28 @@ def from_store(run: TrainingRun, stored: StoredRollout) -> Callable[[Explore, Ca
         rollout = rollout._replace(text=tuple(run.tokenizer.batch_decode(sampled, skip_special_tokens=True)))
 
     def collect(explore: Explore, carried: Carry, prompts: int) -> GroupBatch:
-        found = Groups(problems, rollout, run.reward(problems, rollout))
-        return GroupBatch(found, found, carried, {})
+        rewarded = Groups(problems, rollout, run.reward(problems, rollout))
+        return GroupBatch(rewarded, rewarded, carried, {})
 
     return follow_groups(run.settings, run.task, collect)
 
 
 class NoSampler:
-    """A `TrainingSampler` for steps that learn from stored rollouts: it takes no weights, and draws nothing."""
+    """A `TrainingSampler` for steps that learn from stored rollouts: it takes no weights and samples nothing."""
 
     max_staleness = 0
 
-    def load(self, policy: FSDPPolicy) -> None:
-        """It has no use for them."""
+    def _nothing(self, *args: object) -> None:
+        pass
 
-    def rest(self) -> None:
-        """It holds nothing."""
+    load = rest = refill = _nothing
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
-        """Raise RuntimeError: who asks has lost what was stored."""
+        """Raise RuntimeError: a caller has lost what was stored."""
         raise RuntimeError(f"got {len(problems)} problems to sample, expected none: the step learns from stored tokens")
 
-    def refill(self, ahead: object) -> None:
-        """It hands out nothing."""
-
     def drain(self) -> list[dict[str, Any]]:
-        """It has begun nothing."""
+        """No batch is pending."""
         return []
 
     def figures(self) -> dict[str, float]:
@@ -152,12 +138,12 @@ class RestoredState(NamedTuple):
 def restore_nearest(run: TrainingRun, last: int) -> RestoredState:
     """Bring policy and sampler to the newest state that is kept of step `last` or before."""
     notes, root = [], run.run_dir / "checkpoints"
-    found = run.world.agree(partial(nearest_checkpoint, root, last, notes), what="the checkpoint before the step")
-    if found is None:
+    saved = run.world.agree(partial(nearest_checkpoint, root, last, notes), what="the checkpoint before the step")
+    if saved is None:
         notes.append("no checkpoint is kept before this step: from the model that the run began with")
         step, carried, ahead = 0, first_carry(run), []
     else:
-        step, path, blobs = found
+        step, path, blobs = saved
         notes.append(f"restored {path}")
         run.policy.restore(partial(store.load_into, path, world=run.world), blobs["policy"])
         carried = check_restored(run, unpack_carried(blobs["carried"], training_problem(run)))
@@ -238,29 +224,29 @@ class Story:
     before: Before | None = None
 
 
-def launch_replay(**asked: Any) -> int:
-    """Replay as asked; returns the exit code. Ends with EXIT_LOST when a rank is gone."""
+def launch_replay(request: ReplayRequest) -> int:
+    """Replay; returns the exit code. Ends with EXIT_LOST when a rank is gone."""
     try:
-        return replay(ReplayRequest(**asked))
+        return replay(request)
     except (Elsewhere, LostRank) as error:
-        return leave_lost(error, then="nothing was changed; the same command begins anew")
+        return leave_lost(error, then="nothing was changed; the same command starts anew")
 
 
-def replay(asked: ReplayRequest) -> int:
+def replay(request: ReplayRequest) -> int:
     """Take the step again, say what differs, and what it would have been under other knobs.
 
     Returns SAME or DIFFERENT. Raises ValueError for a folder that is no run's, a step that was not recorded, a rollout
     that is needed and not stored, and overrides that are no knobs or that change what is trained.
     """
-    if not (asked.run_dir / MARKER).is_file():
-        raise ValueError(f"got {asked.run_dir}, expected the folder of a run, with {MARKER} in it")
-    if asked.step < 1:
-        raise ValueError(f"--step: got {asked.step}, expected 1 or later")
-    own, other = replay_config(asked.run_dir, []), replay_config(asked.run_dir, asked.overrides)
-    lines = digests_by_step(asked.run_dir)
-    if asked.step not in lines and not asked.overrides:
+    if not (request.run_dir / MARKER).is_file():
+        raise ValueError(f"got {request.run_dir}, expected the folder of a run, with {MARKER} in it")
+    if request.step < 1:
+        raise ValueError(f"--step: got {request.step}, expected 1 or later")
+    own, other = replay_config(request.run_dir, []), replay_config(request.run_dir, request.overrides)
+    lines = digests_by_step(request.run_dir)
+    if request.step not in lines and not request.overrides:
         raise ValueError(
-            f"--step: got {asked.step}, which is not in {asked.run_dir / DIGESTS}, "
+            f"--step: got {request.step}, which is not in {request.run_dir / DIGESTS}, "
             f"expected one of {spans([*lines])} "
             "(sections.Logging.checksums_every says which steps are recorded)"
         )
@@ -269,16 +255,16 @@ def replay(asked: ReplayRequest) -> int:
     world = join_world(settings.compute.device, deadline=settings.parallelism.collective_timeout)
     story = Story()
     overridden = None
-    if asked.overrides:  # before any work: they have to fit together, and these ranks
+    if request.overrides:  # before any work: they have to fit together, and these ranks
         changed = Settings(**other.kwargs())
         overridden = changed, validate(changed)
         changed.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
-    with build_replay(asked, own, settings, checked, world) as run:
-        repeat(run, asked=asked, lines=lines, story=story, eps=torch.finfo(checked.dtype).eps)
-    code = world.agree(partial(conclude, asked, story), what="the result")
+    with build_replay(request, own, settings, checked, world) as run:
+        repeat(run, request=request, lines=lines, story=story, eps=torch.finfo(checked.dtype).eps)
+    code = world.agree(partial(conclude, request, story), what="the result")
     if overridden is not None:
-        with build_replay(asked, other, *overridden, world) as run:
-            step_with_override(run, asked=asked, story=story)
+        with build_replay(request, other, *overridden, world) as run:
+            step_with_override(run, request=request, story=story)
     world.leave()
     return code
 
@@ -294,17 +280,14 @@ def replay_config(run_dir: Path, overrides: Sequence[str]) -> Config:
 
 
 def build_replay(
-    asked: ReplayRequest, config: Config, settings: Settings, checked: ValidatedPlan, world: World
+    request: ReplayRequest, config: Config, settings: Settings, checked: ValidatedPlan, world: World
 ) -> AbstractContextManager[TrainingRun]:
-    """The pieces of the run, which leave the run folder alone."""
-    request = RunRequest(config, asked.run_dir, dry_run=False, ranks=1, hosts=1, force=False)
+    """The pieces of the run, which leave the run folder alone: it is entered for reading."""
+    plan = RunRequest(config, request.run_dir, dry_run=False, ranks=1, hosts=1, force=False)
     check_this_machine(settings)
-    return build(settings, checked, request, world, enter=read_only_run, started=time.perf_counter(), report=no_report)
-
-
-def read_only_run(run_dir: Path, **_: Any) -> bool:
-    """Entering a run folder to read in it."""
-    return True
+    return build(
+        settings, checked, plan, world, enter=lambda run_dir, **_: True, started=time.perf_counter(), report=no_report
+    )
 
 
 def spans(steps: Sequence[int]) -> str:
@@ -317,15 +300,15 @@ def spans(steps: Sequence[int]) -> str:
 
 
 def repeat(
-    run: TrainingRun, *, asked: ReplayRequest, lines: Mapping[int, Mapping[str, Any]], story: Story, eps: float
+    run: TrainingRun, *, request: ReplayRequest, lines: Mapping[int, Mapping[str, Any]], story: Story, eps: float
 ) -> None:
     """Restore, take every step up to the one asked for, and compare each with what was recorded."""
     say = speaker(run.world)
     run.pool.judge_record.read_only = True
-    stored = asked.stored or unrepeatable(run, say)
+    stored = request.stored or unrepeatable(run, say)
     if stored:
         run = replace(run, sampler=NoSampler())
-    start, carried, notes = restore_nearest(run, asked.step - 1)
+    start, carried, notes = restore_nearest(run, request.step - 1)
     for line in notes:
         say(line)
     here = {"weights": run.policy.digests()["weights"], **of_curriculum(carried.curriculum)}
@@ -334,31 +317,36 @@ def repeat(
         f"step {start}, {name}: {recorded[name]} recorded, {here[name]} in the checkpoint"
         for name in differing_quantities(recorded, here)
     ]
-    figures = metrics_by_step(asked.run_dir, torn_end=True)
-    for step in range(start + 1, asked.step + 1):
-        if step == asked.step and asked.overrides:
+    figures = metrics_by_step(request.run_dir, torn_end=True)
+    for step in range(start + 1, request.step + 1):
+        if step == request.step and request.overrides:
             story.before = before(run.policy, run.sampler, carried)
         line = lines.get(step, {})
         kept = run.world.agree(
-            partial(load_stored_rollout, asked.run_dir, step, line.get("width", 0)), what="the stored rollout"
+            partial(load_stored_rollout, request.run_dir, step, line.get("width", 0)), what="the stored rollout"
         )
         if run.environments is not None and kept is not None:
             run.environments.tape.strict = True
             run.environments.tape.add(kept.rows)
-        was = RecordedStep(line, figures.get(step, {}), kept, recorded_kernels(asked.run_dir, step))
-        story.stored = require_stored(was.stored, run.run_dir, step) if stored else None
+        was = RecordedStep(line, figures.get(step, {}), kept, recorded_kernels(request.run_dir, step))
+        if stored and was.stored is None:
+            raise ValueError(
+                f"got no rollout of step {step} in {run.run_dir / 'rollouts'}, expected its tokens there "
+                "(sections.Logging.keep_rollouts says how many steps are kept)"
+            )
+        story.stored = was.stored if stored else None
         gains = carried.gains
         story.taken, carried = replay_one_step(run, carried, step, story.stored)
-        if step == asked.step and asked.show is not None and run.world.main:
-            write_signal_page(run, step, story.taken.seen, gains, asked.show)
-            say(f"the learning signal of step {step} is in {asked.show}")
+        if step == request.step and request.show is not None and run.world.main:
+            write_signal_page(run, step, story.taken.seen, gains, request.show)
+            say(f"the learning signal of step {step} is in {request.show}")
         compare_step(run, step, was, story, eps, say)
 
 
 def write_signal_page(run: TrainingRun, step: int, seen: Experience, gains: Gains, path: Path) -> None:
     """The step token by token, as the policy that sampled it saw it."""
-    algo, scores = run.algo, Scores(seen.batch.logp_old, torch.zeros_like(seen.batch.logp_old))
-    signal, figures = signal_as_sampled(seen.batch, scores, algo.objective, gains, minibatches=algo.minibatches)
+    algo = run.algo
+    signal, figures = signal_as_sampled(seen.batch, algo.objective, gains, minibatches=algo.minibatches)
     note = AS_SAMPLED + REFUSED * without_signal(seen.batch, algo)
     title = f"Step {step} of {run.run_dir.name}"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -436,13 +424,13 @@ def compare_step(
     say(f"step {step}: " + (f"{', '.join(names)} differ" if names else alike))
 
 
-def conclude(asked: ReplayRequest, story: Story) -> int:
+def conclude(request: ReplayRequest, story: Story) -> int:
     """Print the result; the exit code."""
     if story.first:
         print("first difference: " + "\n  ".join(story.first), flush=True)
         return DIFFERENT
     if story.recorded:
-        print(f"step {asked.step} of {asked.run_dir} is what it was", flush=True)
+        print(f"step {request.step} of {request.run_dir} is what it was", flush=True)
     return SAME
 
 
@@ -454,13 +442,13 @@ def speaker(world: World) -> Callable[..., None]:
 # -- under other knobs
 
 
-def step_with_override(run: TrainingRun, *, asked: ReplayRequest, story: Story) -> None:
+def step_with_override(run: TrainingRun, *, request: ReplayRequest, story: Story) -> None:
     """The step from the same state, under these knobs, beside the run's own."""
-    say, step = speaker(run.world), asked.step
+    say, step = speaker(run.world), request.step
     run.policy.restore(partial(copy_state_into, story.before.tensors), story.before.counters)
     if story.stored is not None:
         run = replace(run, sampler=NoSampler())
     run.sampler.load(run.policy)
     run.sampler.refill(story.before.ahead)
     other, _ = replay_one_step(run, check_restored(run, story.before.carried), step, story.stored)
-    say(f"step {step} with {', '.join(asked.overrides)}:", *side_by_side(story.taken, other), sep="\n")
+    say(f"step {step} with {', '.join(request.overrides)}:", *side_by_side(story.taken, other), sep="\n")

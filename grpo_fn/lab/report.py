@@ -1,8 +1,9 @@
-"""One page about one or several runs: curves over each other, a summary, what differs, warnings and samples.
+"""One page about one or several runs: a summary, the knobs that differ, warnings and samples.
 
 python -m grpo_fn.lab.report RUN [RUN ...] [--out report.html]
 
-RUN is a run folder, finished or going on. The page is one HTML file without scripts that opens without a network.
+RUN is a run folder, finished or running. The page is one HTML file without scripts that opens without a network; curves
+are in TensorBoard.
 """
 
 import argparse
@@ -20,36 +21,20 @@ from grpo_fn.command_line import exit_code
 from grpo_fn.core.display_text import markdown_cell
 from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.core.problem import Turn, transcript
-from grpo_fn.lab import plots
-from grpo_fn.lab.html_page import REPORT_STYLE, escape_text, html_page, html_section, html_table
-from grpo_fn.lab.trials import setting_key
+from grpo_fn.lab.html_page import escape_text, html_page, html_section, html_table
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.checkpoint.run_dir import LOCK, MARKER
 from grpo_fn.trainer import health
 
-KL = "loss/kl"
-SEEDS_NOTE = "Runs that differ in their seeds alone are their mean, in a band from the smallest to the largest. "
-NOT_PARTS = {
-    *(f"reward/{name}" for name in ("mean", "min", "max", "std", "correct_rate", "invalid")),
-    *(f"reward/{name}" for name in health.LOST_TO),
-}
-CURVES = [  # title, metric, and what is good to know while looking at it
-    ("Reward", "reward/mean", "mean of the scorable samples of a step"),
-    ("Held-out accuracy", "eval/accuracy", "greedy answers, with the 95 % interval"),
-    ("KL to the reference", KL, "nats a token"),
-    ("Entropy", "loss/entropy", "nats a token"),
-    ("Length", "generation/length_mean", "sampled tokens a completion"),
-    ("Truncated", "generation/truncated", "share of completions cut off at the limit of tokens"),
-    ("Clipped low", "loss/clip_low", "share of tokens whose gradient the lower bound removes"),
-    ("Clipped high", "loss/clip_high", "share of tokens whose gradient the upper bound removes"),
-    ("Log-prob gap", "loss/logprob_diff_mean", "trainer against sampler, nats; only rounding should be left"),
-    ("Gradient norm", "loss/grad_norm", "before clipping"),
-    ("Groups without signal", "advantage/zero_variance_groups", "share of groups with equal rewards only"),
-    ("Step time", "time/total", "seconds"),
-]
 WARNINGS = 50  # of a run, the newest
 SAMPLES = 4  # shown of a run's newest step
 SHOWN = 1500  # characters of a prompt, a completion, or a turn or observation of an episode
+STYLE = """<style>
+body { max-width: 78rem; }
+td, th { text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); overflow-wrap: break-word; }
+td:has(.long) { overflow-wrap: anywhere; }
+.wide { overflow-x: auto; } .long { max-height: 14rem; overflow-y: auto; min-width: 16rem; }
+</style>"""
 
 
 def flags() -> argparse.ArgumentParser:
@@ -90,7 +75,7 @@ class ReportedRun(NamedTuple):
     rows: list[dict[str, float]]  # metrics.jsonl: NaN where it has null
     knobs: dict[str, int | float | str]
     summary: dict[str, Any] | None
-    working: bool  # whether a process is in it
+    running: bool  # whether a process works in it
     warnings: list[str]
     step: int | None  # whose samples these are
     samples: list[dict[str, Any]]
@@ -120,7 +105,7 @@ def read_run(path: Path, name: str) -> ReportedRun:
         rows=metric_lines(path),
         knobs=json.loads((path / "run.json").read_bytes()).get("hparams", {}),
         summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
-        working=is_locked(path / LOCK),
+        running=is_locked(path / LOCK),
         warnings=warning_lines(path / "log.txt"),
         step=step,
         samples=extreme_samples(rows),
@@ -179,33 +164,15 @@ def finite_points(run: ReportedRun, metric: str) -> list[tuple[float, float]]:
 
 def report_page(runs: Sequence[ReportedRun]) -> str:
     """The whole page."""
-    return html_page(
-        "Report on " + ", ".join(run.name for run in runs),
-        [
-            REPORT_STYLE,
-            summary_section(runs),
-            curve_section(runs),
-            time_section(runs),
-            knob_section(runs),
-            warning_section(runs),
-            sample_section(runs),
-        ],
-    )
-
-
-def run_colors(runs: Sequence[ReportedRun]) -> dict[str, str]:
-    """Each run's colour; those that differ in their seeds alone share one."""
-    return {run.name: plots.series_color(i) for i, those in enumerate(seed_groups(runs).values()) for run in those}
+    sections = [summary_section(runs), knob_section(runs), warning_section(runs), sample_section(runs)]
+    return html_page("Report on " + ", ".join(run.name for run in runs), [STYLE, *sections])
 
 
 def summary_section(runs: Sequence[ReportedRun]) -> str:
     """A row for each run: how far it is and its results."""
     head = ["run", "state", "steps", "ranks", "seed", "held-out before", "after", "95 %", "best", "problems"]
     head += ["reward, first steps", "last steps", "hours"]
-    rows = [
-        [f"{plots.swatch(run_colors(runs)[run.name])} {escape_text(run.name)}", *map(escape_text, summary_cells(run))]
-        for run in runs
-    ]
+    rows = [[escape_text(run.name), *map(escape_text, summary_cells(run))] for run in runs]
     note = (
         "Accuracy is that of greedy answers to held-out problems, before training and at the newest evaluation, with "
         "its 95 % interval. The rewards are means over the first and the last tenth of the steps. Hours are of work."
@@ -215,24 +182,25 @@ def summary_section(runs: Sequence[ReportedRun]) -> str:
 
 def summary_cells(run: ReportedRun) -> list[str]:
     """The figures of a run, as text; a dash for what is not known (yet)."""
-    judged = finite_points(run, "eval/accuracy")
+    accuracies = finite_points(run, "eval/accuracy")
     ends = [finite_points(run, f"eval/accuracy_{end}")[-1:] for end in ("low", "high")]
     rewards = finite_points(run, "reward/mean")
     tenth = math.ceil(len(rewards) / 10)
     problems, done = finite_points(run, "eval/problems")[-1:], int(run.rows[-1]["step"]) if run.rows else 0
     ended = run.summary if run.summary is not None and run.summary.get("steps") == done else None
-    asked = run.knobs.get("train.train.steps", "?")
-    state = "going on" if run.working else "finished" if ended else f"stopped after step {done}"
+    state = "running" if run.running else "finished" if ended else f"stopped after step {done}"
     work = ended["wall_seconds"] if ended else math.fsum(value for _, value in finite_points(run, "time/total"))
     return [
         state,
-        f"{done} of {asked}",
+        f"{done} of {run.knobs.get('train.train.steps', '?')}",
         str(ended["ranks"]) if ended and "ranks" in ended else "-",
         str(run.knobs.get("train.train.seed", "-")),
-        digits_or_dash(judged[:1], 3),
-        digits_or_dash(judged[-1:] if len(judged) > 1 else [], 3),
+        digits_or_dash(accuracies[:1], 3),
+        digits_or_dash(accuracies[-1:] if len(accuracies) > 1 else [], 3),
         f"{ends[0][0][1]:.3f} to {ends[1][0][1]:.3f}" if all(ends) else "-",
-        f"{max(y for _, y in judged):.3f} at step {max(judged, key=lambda p: p[1])[0]:.0f}" if judged else "-",
+        f"{max(y for _, y in accuracies):.3f} at step {max(accuracies, key=lambda p: p[1])[0]:.0f}"
+        if accuracies
+        else "-",
         digits_or_dash(problems, 0),
         f"{math.fsum(y for _, y in rewards[:tenth]) / tenth:.3f}" if rewards else "-",
         f"{math.fsum(y for _, y in rewards[-tenth:]) / tenth:.3f}" if rewards else "-",
@@ -243,91 +211,6 @@ def summary_cells(run: ReportedRun) -> list[str]:
 def digits_or_dash(points: Sequence[tuple[float, float]], digits: int) -> str:
     """The value of the only point, or a dash."""
     return f"{points[0][1]:.{digits}f}" if points else "-"
-
-
-def curve_section(runs: Sequence[ReportedRun]) -> str:
-    """A figure for each metric, all runs in it."""
-    sets, figures = seed_groups(runs), []
-    tint = {name: plots.series_color(i) for i, name in enumerate(sets)}
-    for title, metric, note in shown_curves(runs):
-        lines = [curve for name, those in sets.items() if (curve := group_line(name, those, metric, tint[name]))]
-        caption = f"{escape_text(title)} <span>{escape_text(f'{metric}, {note}')}</span>"
-        figures.append(plots.html_figure(lines, caption, label=f"{title}: {metric}"))
-    seeds = SEEDS_NOTE if len(sets) < len(runs) else ""
-    note = f"The numbers are under the pointer. {seeds}Of more than {plots.POINTS} steps, neighbours are averaged."
-    return html_section("Curves", note, plots.legend(tint), f'<div class="plots">{"".join(figures)}</div>')
-
-
-def shown_curves(runs: Sequence[ReportedRun]) -> list[tuple[str, str, str]]:
-    """The curves of the page: `CURVES` and one for each part of the reward; KL where a run has a reference."""
-    names = {name for run in runs for row in run.rows for name in row}
-    parts = sorted(name for name in names if name.startswith("reward/") and name not in NOT_PARTS)
-    referenced = any(y != 0 for run in runs for _, y in finite_points(run, KL))
-    curves = [CURVES[0], *((name.removeprefix("reward/"), name, "mean of this part of the reward") for name in parts)]
-    return curves + [one for one in CURVES[1:] if one[1] != KL or referenced]
-
-
-def seed_groups(runs: Sequence[ReportedRun]) -> dict[str, list[ReportedRun]]:
-    """Runs whose knobs differ in the seed alone, under the name that the legend has for them."""
-    found: dict[str, list[ReportedRun]] = {}
-    for run in runs:
-        found.setdefault(setting_key(run.knobs), []).append(run)
-    return {
-        those[0].name if len(those) == 1 else f"mean of {', '.join(run.name for run in those)}": those
-        for those in found.values()
-    }
-
-
-def group_line(name: str, runs: Sequence[ReportedRun], metric: str, colour: str) -> plots.Line | None:
-    """The curve of one run, or the mean over seeds with a band from the smallest to the largest.
-
-    A step is drawn where every run has it.
-    """
-    if len(runs) == 1:
-        return metric_line(runs[0], metric, colour)
-    there = [dict(finite_points(run, metric)) for run in runs]
-    steps = sorted(set.intersection(*(set(points) for points in there)))
-    values = [[points[step] for points in there] for step in steps]
-    means = [math.fsum(those) / len(those) for those in values]
-    return plots.Line(name, colour, steps, means, [min(those) for those in values], [max(those) for those in values])
-
-
-def metric_line(run: ReportedRun, metric: str, colour: str) -> plots.Line:
-    """The run's curve; a gap where a value is not finite, none where a step did not measure it."""
-    rows = [row for row in run.rows if metric in row]
-    ends = [[row.get(f"{metric}_{end}", math.nan) for row in rows] for end in ("low", "high")]
-    there = any(math.isfinite(y) for y in ends[0])
-    return plots.Line(
-        run.name, colour, [row["step"] for row in rows], [row[metric] for row in rows], *(ends if there else ())
-    )
-
-
-def time_section(runs: Sequence[ReportedRun]) -> str:
-    """Where the time of a step goes."""
-    split = {run.name: phase_seconds(run) for run in runs}
-    names = sorted(
-        {name for parts in split.values() for name in parts}, key=lambda n: -max(p.get(n, 0) for p in split.values())
-    )
-    tint = {name: plots.series_color(i) for i, name in enumerate(names)}
-    full = max((sum(parts.values()) for parts in split.values()), default=0.0) or 1.0
-    bars = [
-        [
-            escape_text(run),
-            plots.stacked_bars({n: parts.get(n, 0.0) for n in names}, tint, full=full),
-            *(f"{parts.get(name, 0.0):.3g}" for name in names),
-        ]
-        for run, parts in split.items()
-    ]
-    head = ["run", "", *names]
-    note = "Mean seconds a step, phase by phase; other is what no phase covers. Evaluation before training counts too."
-    return html_section("Time", note, plots.legend(tint), html_table(head, bars, wide=1))
-
-
-def phase_seconds(run: ReportedRun) -> dict[str, float]:
-    """Seconds of each phase over all lines, divided by the steps."""
-    steps = max(1, sum(row["step"] > 0 for row in run.rows))
-    names = {name for row in run.rows for name in row if name.startswith("time/") and name != "time/total"}
-    return {n.removeprefix("time/"): math.fsum(y for _, y in finite_points(run, n)) / steps for n in sorted(names)}
 
 
 def knob_section(runs: Sequence[ReportedRun]) -> str:

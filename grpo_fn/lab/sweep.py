@@ -4,8 +4,8 @@ python -m grpo_fn.lab.sweep --gin_file run/arithmetic.gin --grid optimizer.adamw
 python -m grpo_fn.lab.sweep --report --out DIR
 
 Every point of the grid is a trial; with --random, every point for each of --trials draws. A trial is a run folder,
-DIR/trials/NAME, made by `python -m grpo_fn.run`. The same command again keeps those that are done, goes on with those
-that were interrupted and tries those that failed once more. DIR/table.md and table.csv have a line a setting over its
+DIR/trials/NAME, made by `python -m grpo_fn.run`. The same command again keeps those that are done, resumes those that
+were interrupted and tries those that failed once more. DIR/table.md and table.csv have a line a setting over its
 seeds (SEED, train.train.seed), best first; DIR/trials.csv one a trial.
 
 Exit codes: 0 all done, 1 some trial failed, 2 bad input, 75 stopped by SIGTERM or SIGINT, passed to every trial.
@@ -42,12 +42,11 @@ from grpo_fn.lab.trials import (
     is_done,
     open_trials,
     plain_table,
+    print_trials,
     run_flags,
     table_markdown,
-    trial_code,
-    trial_folder,
-    trial_output,
     trial_parser,
+    trial_path,
 )
 from grpo_fn.shell.atomic_io import write_bytes, write_json
 
@@ -70,7 +69,7 @@ def flags() -> argparse.ArgumentParser:
         metavar="NAME=DIST",
         help="uniform(low,high), loguniform(low,high), integer(low,high) or choice(a,b,...); repeatable",
     )
-    parser.add_argument("--trials", type=int, metavar="N", help="draws of the random values (default 8)")
+    parser.add_argument("--trials", type=int, default=8, metavar="N", help="draws of the random values (default 8)")
     parser.add_argument("--metric", default="eval/accuracy", help="whose last value counts (default eval/accuracy)")
     parser.add_argument("--lowest", action="store_true", help="the lowest value is the best")
     return parser
@@ -83,26 +82,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def sweep(args: argparse.Namespace) -> int:
     """Run what is missing, report. Raises ValueError or OSError for bad input."""
+    trial_flags, stopped = partial(sweep_flags, args), False
     if args.report:
         trials = [Trial(**values) for values in json.loads((args.out / SPEC).read_text())["trials"]]
     else:
         trials = sweep_trials(args)
         check_bindings(args, trials)
         if args.dry_run:
-            print(f"{len(trials)} trials, {args.jobs} at a time")
-            print(*(f"{one.name}: {' '.join(f'{k}={v}' for k, v in one.values.items())}" for one in trials), sep="\n")
+            print_trials(args, trials, trial_flags)
             return 0
         trials = open_sweep(args, trials)
-    stopped = False
-    if not args.report:
-        trial_flags = partial(sweep_flags, args)
         stopped = TrialRunner(args.out, trials, trial_flags, jobs=args.jobs, timeout=args.timeout).work()
-    outcomes = [trial_outcome(args.out, one, args.metric) for one in trials]
-    done = [one for one in outcomes if one.state == "done"]
-    if done and not any(math.isfinite(one.value) for one in done):
+    outcomes = [trial_outcome(args.out, trial, args.metric) for trial in trials]
+    done = [outcome.value for outcome in outcomes if outcome.state == "done"]
+    if done and not any(map(math.isfinite, done)):
         raise ValueError(f"--metric: got {args.metric}, which no finished trial has, expected a metric")
     print(sweep_report(args.out, outcomes, args.metric, args.lowest))
-    return STOPPED if stopped else int(any(one.state != "done" for one in outcomes))
+    return STOPPED if stopped else int(len(done) < len(outcomes))
 
 
 # -- the trials: points of a grid, draws of random values, and the folder that lists them
@@ -111,24 +107,23 @@ def sweep(args: argparse.Namespace) -> int:
 def sweep_trials(args: argparse.Namespace) -> list[Trial]:
     """The trials that the command line describes. Raises ValueError for none, and for a name that has two values."""
     check_limits(args)
-    if args.trials is not None and args.trials < 1:
+    if args.trials < 1:
         raise ValueError(f"--trials: got {args.trials}, expected above 0")
-    if args.trials is not None and not args.random:
-        raise ValueError("--trials: got it without --random, expected both: a grid says itself how many trials it has")
     grid = {name: split_values(text) for name, text in map(name_and_value, args.grid)}
     dists = dict(map(name_and_value, args.random))
-    names = [name_and_value(text)[0] for text in (*args.grid, *args.random)]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"got {', '.join(twice)} more than once in --grid and --random, expected each name once")
-    if not names:
+    if len({*grid, *dists}) < len(args.grid) + len(args.random):
+        raise ValueError(f"got {' '.join([*args.grid, *args.random])}, expected each name once in --grid and --random")
+    if not (grid or dists):
         raise ValueError("got neither --grid nor --random, expected something to try")
     if empty := [name for name, values in grid.items() if not all(values)]:
         raise ValueError(f"--grid: got an empty value of {', '.join(empty)}, expected NAME=A,B,...")
-    draws = range(8 if args.trials is None else args.trials) if dists else [0]
-    drawn = [{name: draw_value(dist, f"0/{i}/{name}") for name, dist in dists.items()} for i in draws]
+    draws = [
+        {name: draw_value(dist, f"0/{i}/{name}") for name, dist in dists.items()}
+        for i in range(args.trials if dists else 1)
+    ]
     points = [dict(zip(grid, point, strict=True)) for point in itertools.product(*grid.values())]
-    trials = [sweep_trial({**values, **point}) for values in drawn for point in points]
-    return list({one.name: one for one in trials}.values())
+    trials = [sweep_trial({**values, **point}) for values in draws for point in points]
+    return list({trial.name: trial for trial in trials}.values())
 
 
 def name_and_value(text: str) -> tuple[str, str]:
@@ -160,8 +155,8 @@ def split_values(text: str) -> list[str]:
 
 def draw_value(dist: str, seed: str) -> str:
     """A value of the distribution, the same for the same seed. Raises ValueError for one that there is not."""
-    found = re.fullmatch(r"(\w+)\((.*)\)", dist)
-    kind, values = (found[1], split_values(found[2])) if found else ("", [])
+    match = re.fullmatch(r"(\w+)\((.*)\)", dist)
+    kind, values = (match[1], split_values(match[2])) if match else ("", [])
     chance = random.Random(seed)
     if kind == "choice" and all(values):
         return chance.choice(values)
@@ -190,21 +185,21 @@ def sweep_trial(values: dict[str, str]) -> Trial:
 
 def check_bindings(args: argparse.Namespace, trials: Sequence[Trial]) -> None:
     """Every name and value against the functions that they are for. Raises ValueError before anything starts."""
-    for one in trials:
+    for trial in trials:
         try:
-            load_config(args.gin_file, sweep_bindings(args, one))
+            load_config(args.gin_file, sweep_bindings(args, trial))
         except ValueError as error:
-            raise ValueError(f"trial {one.name}: {error}") from error
+            raise ValueError(f"trial {trial.name}: {error}") from error
 
 
-def sweep_bindings(args: argparse.Namespace, one: Trial) -> list[str]:
-    """The bindings of a trial."""
-    return [*args.gin_param, *(f"{name}={value}" for name, value in one.values.items())]
+def sweep_bindings(args: argparse.Namespace, trial: Trial) -> list[str]:
+    """The sweep's bindings, and those of a trial on top."""
+    return [*args.gin_param, *(f"{name}={value}" for name, value in trial.values.items())]
 
 
-def sweep_flags(args: argparse.Namespace, one: Trial) -> list[str]:
-    """The flags of a trial: the sweep's files and bindings, and its own on top."""
-    return run_flags(args.gin_file, sweep_bindings(args, one))
+def sweep_flags(args: argparse.Namespace, trial: Trial) -> list[str]:
+    """The flags of `python -m grpo_fn.run` for a trial."""
+    return run_flags(args.gin_file, sweep_bindings(args, trial))
 
 
 def open_sweep(args: argparse.Namespace, trials: Sequence[Trial]) -> list[Trial]:
@@ -221,8 +216,8 @@ def open_sweep(args: argparse.Namespace, trials: Sequence[Trial]) -> list[Trial]
                 f"got {args.out}, a sweep of {known['gin_files']} with {known['gin_params']}, expected the same"
             )
         before = {values["name"]: Trial(**values) for values in known["trials"]}
-    every = [*{**before, **{one.name: one for one in trials}}.values()]
-    write_json(spec, {**base, "trials": [one._asdict() for one in every]})
+    every = [*{**before, **{trial.name: trial for trial in trials}}.values()]
+    write_json(spec, {**base, "trials": [trial._asdict() for trial in every]})
     return every
 
 
@@ -253,45 +248,47 @@ class Setting(NamedTuple):
         return statistics.fmean(self.scores) if self.scores else math.nan
 
 
-def trial_outcome(out: Path, one: Trial, metric: str) -> TrialOutcome:
+def trial_outcome(out: Path, trial: Trial, metric: str) -> TrialOutcome:
     """What a trial's folder says: the metric's last value, if the run is done."""
-    if not is_done(out, one):
-        code = trial_code(out, one)
-        ended = int(code.read_text()) if code.exists() else STOPPED
-        state = "unhealthy" if ended == UNHEALTHY else "unfinished" if ended in INTERRUPTED else "failed"
-        return TrialOutcome(one, state, math.nan)
-    rows = metrics_by_step(trial_folder(out, one), torn_end=False).values()
+    if not is_done(out, trial):
+        exit_file = trial_path(out, trial, ".exit")
+        code = int(exit_file.read_text()) if exit_file.exists() else STOPPED
+        state = "unhealthy" if code == UNHEALTHY else "unfinished" if code in INTERRUPTED else "failed"
+        return TrialOutcome(trial, state, math.nan)
+    rows = metrics_by_step(trial_path(out, trial), torn_end=False).values()
     values = [row[metric] for row in rows if row.get(metric) is not None]
-    return TrialOutcome(one, "done", float(values[-1]) if values else math.nan)
+    return TrialOutcome(trial, "done", float(values[-1]) if values else math.nan)
 
 
 def settings_by_score(outcomes: Sequence[TrialOutcome], lowest: bool) -> list[Setting]:
     """Trials that differ in their seeds alone, put together; the best mean first, those without any value last."""
     by_values: dict[str, list[TrialOutcome]] = {}
-    for one in outcomes:
-        key = json.dumps({k: v for k, v in one.trial.values.items() if k not in SEEDS}, sort_keys=True)
-        by_values.setdefault(key, []).append(one)
+    for outcome in outcomes:
+        values = {name: value for name, value in outcome.trial.values.items() if name not in SEEDS}
+        by_values.setdefault(json.dumps(values, sort_keys=True), []).append(outcome)
     settings = []
     for key, group in by_values.items():
         scores = {
-            tuple(one.trial.values.get(name, "") for name in SEEDS): one.value
-            for one in group
-            if math.isfinite(one.value)
+            tuple(outcome.trial.values.get(name, "") for name in SEEDS): outcome.value
+            for outcome in group
+            if math.isfinite(outcome.value)
         }
         settings.append(Setting(json.loads(key), scores, len(group) - len(scores)))
     sign = 1 if lowest else -1
-    return sorted(settings, key=lambda one: sign * one.mean if one.scores else math.inf)
+    return sorted(settings, key=lambda setting: sign * setting.mean if setting.scores else math.inf)
 
 
 def sweep_report(out: Path, outcomes: Sequence[TrialOutcome], metric: str, lowest: bool) -> str:
     """Write the tables; returns what a terminal shows."""
     settings = settings_by_score(outcomes, lowest)
-    rows = [{**setting_cells(one), **against_best(settings[0], one)} for one in settings]
-    each = [{"trial": one.trial.name, **one.trial.values, "state": one.state, metric: one.value} for one in outcomes]
+    rows = [{**setting_cells(setting), **against_best(settings[0], setting)} for setting in settings]
+    each = [{"trial": trial.name, **trial.values, "state": state, metric: value} for trial, state, value in outcomes]
     head = f"{metric} at the end, {'lowest' if lowest else 'highest'} mean first"
     notes = [PAIRED, ""] if any("pairs" in row for row in rows) else []
     notes += [
-        f"{one.state}: {one.trial.name}, see {trial_output(out, one.trial)}" for one in outcomes if one.state != "done"
+        f"{state}: {trial.name}, see {trial_path(out, trial, '.out')}"
+        for trial, state, _ in outcomes
+        if state != "done"
     ]
     texts = ["\n".join([head, "", table(rows), "", *notes]).rstrip() for table in (table_markdown, plain_table)]
     write_bytes(out / "table.md", f"{texts[0]}\n".encode())
@@ -300,26 +297,26 @@ def sweep_report(out: Path, outcomes: Sequence[TrialOutcome], metric: str, lowes
     return texts[1]
 
 
-def setting_cells(one: Setting) -> dict[str, Any]:
+def setting_cells(setting: Setting) -> dict[str, Any]:
     """A line of the table. std is that of a sample (n - 1)."""
-    scores = one.scores
+    scores = setting.scores
     return {
-        **one.values,
+        **setting.values,
         "n": len(scores),
-        "mean": f"{one.mean:.4g}" if scores else "",
+        "mean": f"{setting.mean:.4g}" if scores else "",
         "std": f"{statistics.stdev(scores):.3g}" if len(scores) > 1 else "",
         "min": f"{min(scores):.4g}" if scores else "",
         "max": f"{max(scores):.4g}" if scores else "",
-        "missing": one.missing,
+        "missing": setting.missing,
     }
 
 
-def against_best(best: Setting, one: Setting) -> dict[str, Any]:
+def against_best(best: Setting, setting: Setting) -> dict[str, Any]:
     """The paired difference to the first line, over the seeds that both have; nothing of fewer than two."""
-    shared = [] if one is best else [seed for seed in best.by_seed if seed in one.by_seed]
+    shared = [] if setting is best else [seed for seed in best.by_seed if seed in setting.by_seed]
     if len(shared) < 2:
         return {}
-    paired = paired_difference([best.by_seed[seed] for seed in shared], [one.by_seed[seed] for seed in shared])
+    paired = paired_difference([best.by_seed[seed] for seed in shared], [setting.by_seed[seed] for seed in shared])
     cells = paired_cells(paired)
     return {"pairs": paired.n, "to first": cells["difference"], "95 %": cells["95 %"], "worth": cells["worth"]}
 

@@ -25,7 +25,7 @@ from grpo_fn.algo.step import Experience
 from grpo_fn.core.batch import count
 from grpo_fn.core.batch import minibatches as parted
 from grpo_fn.core.problem import Turn
-from grpo_fn.core.types import Batch, Gains, Scores, Totals
+from grpo_fn.core.types import Batch, Gains, Scores
 from grpo_fn.lab.html_page import escape_visibly, printable, source, template
 
 Decode = Callable[[Sequence[int]], str]
@@ -89,37 +89,34 @@ class TokenReport(NamedTuple):
     sums: Sums
 
 
-def signal_of(
-    batch: Batch, scores: Scores, objective: Objective, totals: Totals, gains: Gains
-) -> tuple[Scores, dict[str, Float[Tensor, "B T"]]]:
-    """d objective / d scores, and the objective's diagnostics of every token, "logp" and "adv" among them."""
-    loss = partial(objective_value, objective, batch=batch, totals=totals, gains=gains)
-    signal, (_, diagnostics) = grad_and_value(loss, has_aux=True)(scores)
-    figures = metrics.of_tokens(scores, batch, diagnostics)
-    return signal, {"logp": scores.logp, **figures, "adv": batch.adv}
-
-
 def signal_of_step(
     batch: Batch, scores: Scores, objective: Objective, gains: Gains, *, minibatches: int
 ) -> tuple[Scores, dict[str, Float[Tensor, "B T"]]]:
-    """`signal_of` with the denominators that each token had: those of its minibatch."""
-    batches = parted(batch, minibatches)
+    """d objective / d scores of each token, with the denominators of its minibatch.
+
+    Beside it the objective's diagnostics of every token, "logp" and "adv" among them.
+    """
+    signals, figures = [], []
     policies = [Scores(*fields) for fields in zip(*(x.chunk(minibatches) for x in scores), strict=True)]
-    signals, seen = zip(
-        *(signal_of(b, s, objective, count(b), gains) for b, s in zip(batches, policies, strict=True)), strict=True
-    )
+    for part, part_scores in zip(parted(batch, minibatches), policies, strict=True):
+        loss = partial(objective_value, objective, batch=part, totals=count(part), gains=gains)
+        signal, (_, diagnostics) = grad_and_value(loss, has_aux=True)(part_scores)
+        signals.append(signal)
+        named = metrics.of_tokens(part_scores, part, diagnostics)
+        figures.append({"logp": part_scores.logp, **named, "adv": part.adv})
     joined = Scores(*(torch.cat(field) for field in zip(*signals, strict=True)))
-    return joined, {name: torch.cat([one[name] for one in seen]) for name in seen[0]}
+    return joined, {name: torch.cat([part[name] for part in figures]) for name in figures[0]}
 
 
 def signal_as_sampled(
-    batch: Batch, scores: Scores, objective: Objective, gains: Gains, *, minibatches: int
+    batch: Batch, objective: Objective, gains: Gains, *, minibatches: int
 ) -> tuple[Scores, dict[str, Float[Tensor, "B T"]]]:
-    """`signal_of_step` as the step begins, with the stored log-probs as `scores`: every ratio is 1, nothing is clipped.
+    """`signal_of_step` as the step begins, from the stored log-probs: every ratio is 1, nothing is clipped.
 
     The policy's entropy is not among what is stored, so there is no diagnostic "entropy".
     """
-    signal, figures = signal_of_step(batch, scores, objective, gains, minibatches=minibatches)
+    stored = Scores(batch.logp_old, torch.zeros_like(batch.logp_old))
+    signal, figures = signal_of_step(batch, stored, objective, gains, minibatches=minibatches)
     return signal, {name: x for name, x in figures.items() if name != "entropy"}
 
 
@@ -264,7 +261,10 @@ def signal_page(
 
 def token_page(shown: TokenReport, *, title: str, note: str) -> str:
     """The page; `note` is where the figures come from. It can be encoded in UTF-8 whatever the texts hold."""
-    longest = max(map(finite_influence, shown.rows), default=0.0)
+    finite = [
+        [abs(t.signal) for t in row.tokens if t.signal is not None and math.isfinite(t.signal)] for row in shown.rows
+    ]
+    longest = max(map(math.fsum, finite), default=0.0)  # the largest sum of |dlogp| over a row
     return template("token_page.html.j2").render(
         title=printable(title),
         note=printable(note),
@@ -351,11 +351,6 @@ def reward_cell(row: ReportRow) -> str:
     parts = ", ".join(f"{name} {x:.2f}" for name, x in row.parts.items())
     value = f"{row.reward:.2f}" if row.valid else "none"
     return printable(f"{value} ({parts})" if parts else value)
-
-
-def finite_influence(row: ReportRow) -> float:
-    """The row's sum of |dlogp| over those that are finite."""
-    return math.fsum(abs(x.signal) for x in row.tokens if x.signal is not None and math.isfinite(x.signal))
 
 
 def tooltip_columns(tokens: Sequence[Token]) -> list[tuple[str, list[str]]]:

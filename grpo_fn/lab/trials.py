@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from grpo_fn.command_line import add_gin_flags
 from grpo_fn.core.display_text import escape_control
-from grpo_fn.shell.checkpoint.run_dir import SEED_KNOBS
 
 STOPPED, UNHEALTHY = 75, 76
 INTERRUPTED = (STOPPED, -signal.SIGTERM)  # a trial without its signal handlers yet has nothing to save
@@ -57,6 +56,12 @@ def check_limits(args: argparse.Namespace) -> None:
         raise ValueError(f"--jobs, --timeout: got {args.jobs}, {args.timeout}, expected above 0")
 
 
+def print_trials(args: argparse.Namespace, trials: Sequence[Trial], flags: Callable[[Trial], list[str]]) -> None:
+    """What --dry_run prints."""
+    print(f"{len(trials)} trials, {args.jobs} at a time")
+    print(*(f"{trial.name}: {' '.join(flags(trial))}" for trial in trials), sep="\n")
+
+
 def run_flags(files: Sequence[str], bindings: Sequence[str]) -> list[str]:
     """Gin files and bindings as flags of `python -m grpo_fn.run`."""
     pairs = [("--gin_file", file) for file in files] + [("--gin_param", binding) for binding in bindings]
@@ -79,29 +84,14 @@ def open_trials(spec: Path) -> bool:
     return known
 
 
-def trial_folder(out: Path, trial: Trial) -> Path:
-    """The run folder of a trial."""
-    return out / "trials" / trial.name
-
-
-def trial_output(out: Path, trial: Trial) -> Path:
-    """What the trial printed."""
-    return out / "trials" / f"{trial.name}.out"
-
-
-def trial_code(out: Path, trial: Trial) -> Path:
-    """Its exit code, once it has ended."""
-    return out / "trials" / f"{trial.name}.exit"
+def trial_path(out: Path, trial: Trial, suffix: str = "") -> Path:
+    """The run folder of a trial; with `.out` what it printed, with `.exit` its exit code once it has ended."""
+    return out / "trials" / f"{trial.name}{suffix}"
 
 
 def is_done(out: Path, trial: Trial) -> bool:
     """Whether the trial has come to its end."""
-    return (trial_folder(out, trial) / "summary.json").exists()
-
-
-def setting_key(knobs: Mapping[str, object]) -> str:
-    """The knobs of a run but for its seeds, as text: runs with the same text are one setting."""
-    return repr(sorted((name, value) for name, value in knobs.items() if name not in SEED_KNOBS))
+    return (trial_path(out, trial) / "summary.json").exists()
 
 
 # -- running them
@@ -137,10 +127,10 @@ class TrialRunner:
                 while self.left and self.stopped_at == math.inf and len(self.running) < self.jobs:
                     self.running.append(self._start(self.left.pop(0)))
                 time.sleep(POLL)
-                self.running = [one for one in self.running if not self._over(one)]
+                self.running = [running for running in self.running if not self._has_ended(running)]
         finally:
-            for one in self.running:
-                one.process.kill()
+            for running in self.running:
+                running.process.kill()
             for number, handler in before.items():
                 signal.signal(number, handler)
         return self.stopped_at < math.inf
@@ -151,33 +141,32 @@ class TrialRunner:
     def _start(self, trial: Trial) -> Running:
         """A trial in a process of its own, with its share of the cores; what it prints is added to NAME.out."""
         threads = max(1, (os.cpu_count() or 1) // self.jobs)
-        trial_code(self.out, trial).unlink(missing_ok=True)
-        with open(trial_output(self.out, trial), "ab") as file:
+        trial_path(self.out, trial, ".exit").unlink(missing_ok=True)
+        run_dir = str(trial_path(self.out, trial))
+        with open(trial_path(self.out, trial, ".out"), "ab") as file:
             process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "grpo_fn.run", *self.flags(trial)),
-                    *("--run_dir", str(trial_folder(self.out, trial))),
-                ],
+                [sys.executable, "-m", "grpo_fn.run", *self.flags(trial), "--run_dir", run_dir],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={"OMP_NUM_THREADS": str(threads), **os.environ},
-                start_new_session=True,  # Ctrl-C is for us; we pass it on once
+                start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
             )
         print(f"{trial.name}: started", file=sys.stderr, flush=True)
         return Running(trial, process, time.monotonic())
 
-    def _over(self, one: Running) -> bool:
+    def _has_ended(self, running: Running) -> bool:
         """Whether a trial has ended; prints how. One past its deadline gets SIGTERM, then SIGKILL."""
-        code, late = one.process.poll(), time.monotonic() - min(self.stopped_at, one.since + self.timeout)
+        trial, process = running.trial, running.process
+        code, late = process.poll(), time.monotonic() - min(self.stopped_at, running.since + self.timeout)
         if code is not None:
-            trial_code(self.out, one.trial).write_text(f"{code}\n")
-            print(f"{one.trial.name}: {ending(self.out, one.trial, code)}", file=sys.stderr, flush=True)
+            trial_path(self.out, trial, ".exit").write_text(f"{code}\n")
+            print(f"{trial.name}: {ending(self.out, trial, code)}", file=sys.stderr, flush=True)
             return True
         if late > GRACE:
-            one.process.kill()
+            process.kill()
         elif late > 0:
-            one.process.terminate()
+            process.terminate()
         return False
 
 
@@ -186,10 +175,10 @@ def ending(out: Path, trial: Trial, code: int) -> str:
     if code == 0:
         return "done"
     if code in INTERRUPTED:
-        return "stopped; the same command goes on"
-    lines = trial_output(out, trial).read_text(errors="replace").splitlines()[-TAIL:]
+        return "stopped; the same command resumes it"
+    output = trial_path(out, trial, ".out")
     what = "ended by a rule of health" if code == UNHEALTHY else f"failed with exit code {code}"
-    return "\n    ".join([f"{what}, see {trial_output(out, trial)}", *lines])
+    return "\n    ".join([f"{what}, see {output}", *output.read_text(errors="replace").splitlines()[-TAIL:]])
 
 
 # -- tables

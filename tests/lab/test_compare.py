@@ -1,8 +1,6 @@
-"""Evaluations are compared on the same problems and on no others, and says what flipped."""
+"""Evaluations are compared on the same problems and on no others, and the comparison says what flipped."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,12 @@ def row(uid: int, score: float | None, **changed: Any) -> dict[str, Any]:
 
 def evaluated(folder: Path, scores: list[float | None], **changed: Any) -> Path:
     folder.mkdir(parents=True)
-    rollout_store.write_evaluation_rows(
-        folder / "samples.jsonl", [row(uid, score, **changed) for uid, score in enumerate(scores)]
-    )
+    rows = [row(uid, score, **changed) for uid, score in enumerate(scores)]
+    rollout_store.write_evaluation_rows(folder / "samples.jsonl", rows)
     return folder
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> str:
+def printed(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> str:
     capsys.readouterr()
     assert compare.main([str(arg) for arg in argv]) == code
     out, err = capsys.readouterr()
@@ -42,39 +39,14 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def run_folder(folder: Path, scores: list[float | None], **hparams: Any) -> Path:
-    """A run's, as far as the tool looks into it."""
-    (evaluated(folder / "eval", scores) / "samples.jsonl").rename(folder / "eval" / "step_4.jsonl")
-    (folder / "run.json").write_text(json.dumps({"hparams": hparams}))
-    return folder
-
-
-# -- what it finds
-
-
-def test_run_folders_that_share_seeds_are_compared_over_those(tmp_path, capsys):
-    scores = {("a", 0): 3, ("a", 1): 1, ("b", 0): 4, ("b", 1): 4, ("b", 2): 0, ("c", 1): 2}
-    runs = [
-        run_folder(
-            tmp_path / f"{lr}{seed}", [1.0] * right + [0.0] * (4 - right), **{"lr": lr, "train.train.seed": seed}
-        )
-        for (lr, seed), right in scores.items()
-    ]
-    _, _, section = said(capsys, *runs, "--max_rows", "0").partition("## Over shared seeds")
-    (line,) = [cells(line) for line in section.split("##")[0].splitlines() if "`" in line]  # c shares one seed alone
-    expected = paired_difference([0.75, 0.25], [1.0, 1.0])
-    assert line == [
-        *(f"`{run}`" for run in (runs[0], runs[2])),
-        *paired_cells(expected).values(),
-    ]
-    assert "shared seeds" not in said(capsys, runs[0], runs[1], runs[5], "--max_rows", "0")
+# -- what it says
 
 
 outcomes = st.lists(st.tuples(*[st.sampled_from([None, 0.0, 0.5, 1.0])] * 2), min_size=1, max_size=30)
 
 
 @given(outcomes)
-def test_changes_are_counted_where_both_could_be_scored_and_are_symmetric(pairs):
+def test_changes_are_counted_and_are_symmetric(pairs):
     known = {(str(i), "", 0): (a == 1.0, b == 1.0) for i, (a, b) in enumerate(pairs) if None not in (a, b)}
     if not known:
         return
@@ -85,83 +57,82 @@ def test_changes_are_counted_where_both_could_be_scored_and_are_symmetric(pairs)
     assert there.p == back.p == mcnemar(len(there.gained), len(there.lost))
     assert (there.low, there.high) == (-back.high, -back.low)
     assert (there.low, there.high) == paired_bootstrap(len(there.gained), len(there.lost), len(known))
-    same = compare.count_flips(before, before)
-    assert (same.gained, same.lost, same.low, same.high, same.p) == ([], [], 0.0, 0.0, 1.0)
 
 
-def test_the_table_and_the_flips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = evaluated(tmp_path / "one", [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, None, 1.0])
-    two = evaluated(tmp_path / "two", [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, None], marked="7|8")
-    lines = said(capsys, one, two).splitlines()
+def test_the_table_and_the_flips(tmp_path, capsys):
+    first = evaluated(tmp_path / "first", [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, None, 1.0])
+    second = evaluated(tmp_path / "second", [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, None], marked="7|8")
+    third = evaluated(tmp_path / "third", [1.0] * 8)
+    lines = printed(capsys, first, second, third).splitlines()
     assert lines[0] == "6 problems; 2 more left out, which some run could not score"
-    first, second = (cells(line) for line in lines[4:6])
+    a, b, c = (cells(line) for line in lines[4:7])
     low, high = wilson(2, 6)
-    assert first[0].endswith("/one`")
-    assert first[1:] == ["0.333", f"{low:.3f} to {high:.3f}", "", "", "", "", ""]
-    assert second[1] == "0.667"
-    assert second[3] == "+0.333"
-    assert second[5:] == ["3", "1", f"{mcnemar(3, 1):.3g}"]
-    assert lines[7].endswith("3 gained, 1 lost")
-    flips = [cells(line.replace("\\|", "/")) for line in lines[11:]]
+    assert a[0].endswith("/first`")
+    assert a[1:] == ["0.333", f"{low:.3f} to {high:.3f}", "", "", "", "", ""]
+    assert (b[1], b[3], b[5:]) == ("0.667", "+0.333", ["3", "1", f"{mcnemar(3, 1):.3g}"])
+    assert (c[1], c[5:7]) == ("1.000", ["4", "0"])  # against the first, too
+    assert lines[8].endswith("3 gained, 1 lost")
+    flips = [cells(line.replace("\\|", "/")) for line in lines[12:16]]
     assert [line[:2] for line in flips] == [["gained", "1"], ["gained", "2"], ["gained", "3"], ["lost", "5"]]
     assert flips[0][2:] == ["question 1", "1", "so 7", "`7/8`"]
-    shortened = said(capsys, one, two, "--max_rows", 1).splitlines()
-    assert shortened[-1] == "and 3 more (--max_rows 4)"
-    assert "question" not in said(capsys, one, two, "--max_rows", 0)
+    assert printed(capsys, first, second, "--max_rows", 1).splitlines()[-1] == "and 3 more (--max_rows 4)"
+    assert "question" not in printed(capsys, first, second, "--max_rows", 0)
 
 
-def test_several_runs_are_each_compared_with_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [evaluated(tmp_path / name, scores) for name, scores in
-            {"a": [0.0, 0.0, 1.0], "b": [1.0, 0.0, 1.0], "c": [1.0, 1.0, 0.0]}.items()]  # fmt: skip
-    lines = said(capsys, *runs).splitlines()
-    assert [cells(line)[1] for line in lines[4:7]] == ["0.333", "0.667", "0.667"]
-    assert [cells(line)[5:7] for line in lines[5:7]] == [["1", "0"], ["2", "1"]]
-
-
-def test_another_judge_may_say_what_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = evaluated(tmp_path / "one", [1.0, 0.0]), evaluated(tmp_path / "two", [0.0, None])
-    lines = said(capsys, one, two, "--grader", "boxed").splitlines()
+def test_another_judge_may_say_what_is_right(tmp_path, capsys):
+    runs = evaluated(tmp_path / "one", [1.0, 0.0]), evaluated(tmp_path / "two", [0.0, None])
+    lines = printed(capsys, *runs, "--grader", "boxed").splitlines()
     assert [cells(line)[1] for line in lines[4:6]] == ["1.000", "1.000"]
-    assert "expected one that" in said(capsys, one, two, "--grader", "lenient", code=2)
+    assert "expected one that" in printed(capsys, *runs, "--grader", "lenient", code=2)
+
+
+def test_run_folders_that_share_seeds_are_compared_over_those(tmp_path, capsys):
+    accuracy = {("a", 0): 3, ("a", 1): 1, ("b", 0): 4, ("b", 1): 4, ("b", 2): 0, ("c", 1): 2}
+    runs = []
+    for (lr, seed), right in accuracy.items():
+        runs.append(tmp_path / f"{lr}{seed}")
+        rows = [row(uid, float(uid < right)) for uid in range(4)]
+        rollout_store.store_evaluation(runs[-1] / "eval", 4, rows)
+        (runs[-1] / "run.json").write_text(json.dumps({"hparams": {"lr": lr, "train.train.seed": seed}}))
+    _, _, section = printed(capsys, *runs, "--max_rows", "0").partition("## Over shared seeds")
+    (line,) = [cells(line) for line in section.split("##")[0].splitlines() if "`" in line]  # c shares one seed alone
+    expected = paired_difference([0.75, 0.25], [1.0, 1.0])
+    assert line == [f"`{runs[0]}`", f"`{runs[2]}`", *paired_cells(expected).values()]
+    assert "shared seeds" not in printed(capsys, runs[0], runs[1], runs[5], "--max_rows", "0")
 
 
 # -- which problems are the same
 
 
-def test_other_problems_are_refused_with_how_many_match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_problems_are_refused_with_how_many_match(tmp_path, capsys):
     one, two = evaluated(tmp_path / "one", [1.0, 0.0, 0.0]), evaluated(tmp_path / "two", [0.0, 0.0])
-    error = said(capsys, one, two, code=2)
+    error = printed(capsys, one, two, code=2)
     assert f"got different problems: 3 in {one}, 2 in {two}, of which 2 are in all of them" in error
-    assert "--intersection" in error
-    assert said(capsys, one, two, "--intersection").startswith("2 problems\n")
+    assert printed(capsys, one, two, "--intersection").startswith("2 problems\n")
 
 
-def test_another_prompt_is_another_problem_unless_the_uid_is_to_decide(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_prompt_is_another_problem_unless_the_uid_is_to_decide(tmp_path, capsys):
     one, two = evaluated(tmp_path / "one", [1.0, 0.0]), evaluated(tmp_path / "two", [0.0, 1.0], prompt="Q:")
-    assert "of which 0 are in all of them" in said(capsys, one, two, "--intersection", code=2)
-    assert said(capsys, one, two, "--match", "uid").startswith("2 problems\n")
+    assert "of which 0 are in all of them" in printed(capsys, one, two, "--intersection", code=2)
+    assert printed(capsys, one, two, "--match", "uid").startswith("2 problems\n")
     other = evaluated(tmp_path / "other", [0.0, 1.0], answer="9")
-    assert "of which 0" in said(capsys, one, other, "--match", "uid", code=2)  # the same number of another problem
+    assert "of which 0" in printed(capsys, one, other, "--match", "uid", code=2)  # the same number of another problem
 
 
-def test_the_order_does_not_matter_and_problems_asked_twice_are_two(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_order_does_not_matter_and_a_problem_that_stands_twice_is_two(tmp_path, capsys):
     rows = [row(0, 1.0), row(1, 0.0), row(0, 0.0)]
-    paths = [tmp_path / f"{name}.jsonl" for name in "ab"]
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     rollout_store.write_evaluation_rows(paths[0], rows)
     rollout_store.write_evaluation_rows(paths[1], [rows[1], rows[0], rows[2]])
-    lines = said(capsys, *paths).splitlines()
+    lines = printed(capsys, *paths).splitlines()
     assert lines[0] == "3 problems"
     assert cells(lines[5])[3:] == ["+0.000", "+0.000 to +0.000", "0", "0", "1"]
 
 
-def test_a_run_folder_stands_for_its_newest_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_stands_for_its_newest_evaluation(tmp_path, capsys):
     for step, score in ((0, 0.0), (8, 0.0), (10, 1.0)):
         rollout_store.store_evaluation(tmp_path / "run" / "eval", step, [row(0, score)])
-    lines = said(capsys, tmp_path / "run" / "eval" / "step_8.jsonl", tmp_path / "run").splitlines()
+    lines = printed(capsys, tmp_path / "run" / "eval" / "step_8.jsonl", tmp_path / "run").splitlines()
     assert [cells(line)[1] for line in lines[4:6]] == ["0.000", "1.000"]
 
 
@@ -173,29 +144,16 @@ def test_a_run_folder_stands_for_its_newest_evaluation(tmp_path: Path, capsys: p
     [
         ("", "got no rows"),
         ("{oops\n", "bad.jsonl:1: got '{oops', expected a JSON object"),
-        ("[1]\n", "bad.jsonl:1: got a JSON list, expected an object"),
         ('{"uid": 1}\n', "got row 1 without prompt, answer, scores, text"),
+        (json.dumps(row(0, None)) + "\n", "none of which every run could score"),
+        (None, "expected a folder with samples.jsonl"),
     ],
 )
-def test_a_file_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, error: str) -> None:
-    (tmp_path / "bad.jsonl").write_text(text)
-    assert error in said(capsys, tmp_path / "bad.jsonl", tmp_path / "bad.jsonl", code=2)
-
-
-def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = evaluated(tmp_path / "one", [None])
-    assert "expected two or more" in said(capsys, one, code=2)
-    assert "expected a folder with samples.jsonl" in said(capsys, one, tmp_path / "nowhere", code=2)
-    assert "none of which every run could score" in said(capsys, one, one, code=2)
-
-
-def test_the_command_prints_markdown(tmp_path: Path) -> None:
-    one, two = evaluated(tmp_path / "one", [1.0, 0.0]), evaluated(tmp_path / "two", [0.0, 1.0])
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_fn.lab.compare", str(one), str(two)], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("2 problems\n\n| run | accuracy |")
+def test_a_file_without_scored_rows_is_refused(tmp_path, capsys, text, error):
+    if text is not None:
+        (tmp_path / "bad.jsonl").write_text(text)
+    assert error in printed(capsys, tmp_path / "bad.jsonl", tmp_path / "bad.jsonl", code=2)
+    assert "expected two or more" in printed(capsys, tmp_path / "bad.jsonl", code=2)
 
 
 @given(st.text())
@@ -235,7 +193,7 @@ def test_rows_come_back_as_they_were(tmp_path_factory, rows):
     assert [*path.parent.iterdir()] == [path]
 
 
-def test_what_json_has_no_form_for_becomes_its_text(tmp_path: Path) -> None:
+def test_what_json_has_no_form_for_becomes_its_text(tmp_path):
     odd = {"meta": {1: {3}, "tests": ("a", b"b"), "nan": float("nan")}}
     rollout_store.write_evaluation_rows(tmp_path / "x.jsonl", [odd])
     assert json.loads((tmp_path / "x.jsonl").read_text()) == {"meta": {"1": "{3}", "tests": ["a", "b'b'"], "nan": None}}

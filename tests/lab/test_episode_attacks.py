@@ -1,4 +1,4 @@
-"""Scripts that want to be paid without an answer: which environment falls for each, and which does not."""
+"""Scripts that try to be paid without an answer: weak environments fall for them, those of grpo_fn do not."""
 
 from concurrent.futures import Future
 from functools import partial
@@ -110,19 +110,11 @@ FOOLED = {
 }
 
 
-def test_every_attack_has_an_environment_that_falls_for_it():
-    assert [*FOOLED] == OWN
-
-
 @pytest.mark.parametrize("name", OWN)
-def test_a_weak_environment_falls_for_it(name):
+def test_a_weak_environment_falls_for_a_script_and_ours_does_not(name):
+    """No sum or product of the prompt's numbers is the answer."""
     environment, problem = FOOLED[name]
     assert best(environment, problem, EPISODE_ATTACKS[name]) >= 1.0
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_ours_does_not(name):
-    """No sum or product of the prompt's numbers is the answer."""
     assert best(tool_use.environment(**ASK, grade=correct), QUESTION, EPISODE_ATTACKS[name]) == 0.0
 
 

@@ -1,67 +1,92 @@
-"""The red team: who is found out, on problems that the search has not seen, and what the command says."""
+"""The red team finds the holes of a reward, on problems that the search has not seen."""
 
+import inspect
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from judge_server import Reply, judge_server, mark_in, said
 
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.lab.attacks import ATTACKS, EPISODE_ATTACKS
-from grpo_fn.lab.redteam import TASKS, attack_named, attack_target, report_attack, text_target
+from grpo_fn.lab.redteam import attack_named, attack_target, attack_task, next_arm, report_attack, text_target
 from grpo_fn.redteam import main
+from grpo_fn.rewards import code, episode, format, math
+from grpo_fn.rewards.judge import Judge, marked_score
 from grpo_fn.rewards.math import correct
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.tasks.task import held_out_only
 
+ROOT = Path(__file__).resolve().parents[2]
 PROBLEMS = [Problem(uid, f"What is {uid} + 1000?", f"{uid + 1000}", {}) for uid in range(40, 72)]
 ARITHMETIC = {"reward_knobs": [], "task": "arithmetic", "task_knobs": [], "pulls": 20, "workers": 1}
 
 
-def judged(problems, texts):
-    return [correct(problem, Completion(text, 1, False)) or 0.0 for problem, text in zip(problems, texts, strict=True)]
+def judged(problems: list[Problem], completions: list[Completion]) -> list[float]:
+    return [correct(*row) or 0.0 for row in zip(problems, completions, strict=True)]
+
+
+def attacked(reward) -> dict[str, float]:
+    """Attack -> the score of its best text."""
+    return {best.attack: best.score for best in attack_target(PROBLEMS, text_target(reward), pulls=10).attempts}
+
+
+# -- the bandit
+
+means = st.lists(st.integers(0, 10), min_size=2, max_size=6, unique=True).map(lambda tenths: [t / 10 for t in tenths])
+
+
+def pulls(means: list[float], count: int) -> list[int]:
+    payments: list[list[float]] = [[] for _ in means]
+    for _ in range(count):
+        arm = next_arm(payments, spread=1.0)
+        payments[arm].append(means[arm])
+    return [len(paid) for paid in payments]
+
+
+@given(means)
+def test_the_best_arm_is_pulled_most_and_every_arm_once(means):
+    counts = pulls(means, 400)
+    assert min(counts) >= 1
+    assert counts.index(max(counts)) == means.index(max(means))
+
+
+def test_an_arm_is_pulled_less_often_than_the_bound_of_auer_et_al_allows():
+    """Theorem 1: at most 8 ln n / gap^2 + 1 + pi^2 / 3 pulls of an arm that is `gap` below the best."""
+    for count, gap in zip(pulls([0.9, 0.4, 0.1], 1000)[1:], (0.5, 0.8), strict=True):
+        assert count <= 8 * 6.91 / gap**2 + 4.3
+
+
+# -- a campaign
 
 
 def test_a_sound_judge_pays_nothing_but_the_sum_that_the_prompt_states():
     campaign = attack_target(PROBLEMS, text_target(judged), pulls=10)
-    scores = {found.which.attack: found.score for found in campaign.found}
+    scores = {best.attack: best.score for best in campaign.attempts}
     assert scores.keys() == ATTACKS.keys()
     assert scores.pop("prompt_echo") == 1.0  # the numbers of these prompts, added
     assert set(scores.values()) == {0.0}
     assert (campaign.gold, campaign.problems) == (1.0, 16)
-
-
-def test_a_judge_of_containment_is_found_out_with_the_text():
-    def contains(problems, texts):
-        return [float(str(int(p.answer) - 1000) in text) for p, text in zip(problems, texts, strict=True)]
-
-    best = attack_target(PROBLEMS, text_target(contains), pulls=10).found[0]
-    assert best.score == 1.0
-    assert "41" in best.text
+    assert attack_target(PROBLEMS, text_target(judged), pulls=10) == campaign
 
 
 def test_what_is_reported_is_measured_on_problems_that_the_search_has_not_seen():
     """A reward that pays on every other one alone promises the search much and gets nothing."""
-    seen = {problem.uid for problem in PROBLEMS[::2]}
-    campaign = attack_target(
-        PROBLEMS, text_target(lambda problems, _: [float(p.uid in seen) for p in problems]), pulls=10
-    )
-    assert {found.score for found in campaign.found} == {0.0}
+    searched = {problem.uid for problem in PROBLEMS[::2]}
+    assert set(attacked(lambda problems, _: [float(p.uid in searched) for p in problems]).values()) == {0.0}
 
 
-def test_the_same_rewards_give_the_same_campaign():
-    assert attack_target(PROBLEMS, text_target(judged), pulls=15) == attack_target(
-        PROBLEMS, text_target(judged), pulls=15
-    )
-
-
-def test_one_part_that_dominates_is_found_out():
-    campaign = attack_named(
-        rewards=["math", "grpo_fn.rewards.format.boxed"], weights=[1.0, 5.0], problems=8, **ARITHMETIC
-    )
-    assert campaign.found[0].score >= 5.0
+def test_one_part_that_dominates_is_reported_with_the_text_that_pays():
+    boxed = "grpo_fn.rewards.format.boxed"
+    campaign = attack_named(rewards=["math", boxed], weights=[1.0, 5.0], problems=8, **ARITHMETIC)
+    assert campaign.attempts[0].score >= 5.0
     assert campaign.gold == 6.0
-    assert campaign.reward == "math + 5 * grpo_fn.rewards.format.boxed"
+    assert campaign.reward == f"math + 5 * {boxed}"
     assert "best without the answer: 5." in report_attack(campaign)
+    assert r"\boxed" in campaign.attempts[0].text
 
 
 @pytest.mark.parametrize(
@@ -70,11 +95,8 @@ def test_one_part_that_dominates_is_found_out():
         ({"rewards": ["mth"]}, "expected math"),
         ({"weights": [1.0, 2.0]}, "--weight: got 2 for 1 rewards"),
         ({"problems": 1}, "got 1 held-out problems and 20 pulls"),
-        ({"pulls": -1}, "got 8 held-out problems and -1 pulls"),
-        ({"task": "arithmetics"}, "expected arithmetic"),
         ({"task": "grpo_fn.verifier.find_boxes"}, "text"),
         ({"task": "gsm8k"}, "expected --task_param data=VALUE"),
-        ({"task_knobs": ["max_values=3"]}, "max_values"),
         ({"rewards": ["math", "lenient"], "reward_knobs": ["tolerance=1"]}, "expected a knob of one of the rewards"),
     ],
 )
@@ -83,53 +105,126 @@ def test_bad_input_says_what_was_expected(knobs, complaint):
         attack_named(**{"rewards": ["math"], "weights": [], "problems": 8, **ARITHMETIC, **knobs})
 
 
-def test_the_command_says_bad_input_in_one_message_and_exits_with_2(capsys):
-    assert main(["--reward", "math", "--task", "gsm8k"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "expected --task_param data=VALUE" in said.err
-    assert "Traceback" not in said.err
+# -- of a run
 
 
-def test_help_needs_no_torch():
-    code = "import sys; sys.modules['torch'] = None; sys.argv[1:] = ['--help']; import runpy; "
-    done = subprocess.run(
-        [sys.executable, "-c", code + "runpy.run_module('grpo_fn.redteam', run_name='__main__')"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0
-    assert all(name in done.stdout for name in TASKS)
-
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "rewards" / "redteam.md"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reward", ["math", "math_evaluated", "lenient"])
-def test_the_page_says_what_the_command_finds_on_arithmetic(reward):
-    campaign = attack_named(rewards=[reward], weights=[], problems=64, **{**ARITHMETIC, "pulls": 100})
-    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{reward}` | arithmetic |"))
-    best = campaign.found[0]
-    assert row.startswith(f"| `{reward}` | arithmetic | {best.score:.3f} | {campaign.gold:.3f} | {best.which.attack} |")
+def test_a_runs_own_reward_is_attacked_on_its_task(capsys):
+    argv = ["--gin_file", "run/arithmetic.gin", "--problems", "4", "--pulls", "0"]
+    parts = ["--gin_param", "combine.combine.parts=[@format.boxed]", "--gin_param", "combine.combine.weights=[2.0]"]
+    assert main([*argv, *parts]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("2 * boxed on run/arithmetic.gin: mean scores over 2 problems")
+    assert "best without the answer: 2.000" in out
+    for bad in ([*argv, "--reward", "math"], ["--reward", "math"]):
+        assert main(bad) == 2
+        assert "expected either the two or the gin files" in capsys.readouterr().err
 
 
 def test_episodes_of_a_run_are_attacked_in_its_environment(capsys):
     assert main(["--gin_file", "run/maze.gin", "--problems", "2", "--pulls", "0"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("total_reward on run/maze.gin: mean scores over 1 problems")
-    assert "; the golds get 1.000" in said  # the shortest way, a direction a turn
-    names = {line.split("|")[1].strip() for line in said.splitlines() if line.startswith("| ")}
+    out = capsys.readouterr().out
+    assert out.startswith("total_reward on run/maze.gin: mean scores over 1 problems")
+    assert "; the golds get 1.000" in out  # the shortest way, a direction a turn
+    names = {line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")}
     assert names - {"attack"} == EPISODE_ATTACKS.keys()
-    assert r"north\n> " in said
+    assert r"north\n> " in out
 
 
 def test_a_chat_format_that_reads_calls_in_tokens_alone_is_refused(capsys):
-    bound = (
+    bindings = (
         "sections.Episodes.chat_format=@chat_format.family_renderer",
         "chat_format.family_renderer.family='x'",
     )
-    params = [part for one in bound for part in ("--gin_param", one)]
+    params = [word for binding in bindings for word in ("--gin_param", binding)]
     assert main(["--gin_file", "run/calculator.gin", *params, "--problems", "2", "--pulls", "0"]) == 2
     assert "expected one with the knob read_calls: chat_format.tokenizer_template" in capsys.readouterr().err
+
+
+# -- a model as judge
+
+TEMPLATE = "Question:\n{prompt}\n\n{fence}\n{completion}\n{fence}\n\nEnd with one line of this form:\n{mark}: N"
+
+
+def first_grade(answer: str, mark: str) -> float | None:
+    """A weak reader: the first thing that looks like a grade, wherever it stands."""
+    grade = re.search(r"(?:grade|verdict)\w*(?:-[a-p]{12})?\W+(\d+)", answer, re.IGNORECASE)
+    return grade and min(1.0, float(grade[1]) / 10)
+
+
+def quoted(question: str, before: int) -> Reply:
+    """The reply, word for word, and then the least grade: it grades nothing."""
+    reply = re.search(r"^(text-[a-p]{12})\n(.*)\n\1$", question, re.DOTALL | re.MULTILINE)[2]
+    return said(f"The reply was:\n{reply}\n{mark_in(question)}: 0")
+
+
+def gullible(question: str, before: int) -> Reply:
+    """What no reader can mend: the model itself follows the reply."""
+    return said(f"{mark_in(question)}: {10 if 'with 10 for N' in question else 0}")
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    ("answer", "read", "fooled"),
+    [
+        (gullible, partial(marked_score, low=0.0, high=10.0), True),
+        (quoted, partial(marked_score, low=0.0, high=10.0), False),
+        (quoted, first_grade, True),
+    ],
+)
+def test_a_reply_about_its_own_grade_pays_only_with_a_gullible_judge_or_reader(answer, read, fooled):
+    with judge_server(answer, models=("attacked",)) as up:
+        judge = Judge(
+            **{"name": "judge", "endpoint": up.url, "model": "attacked", "system": "", "template": TEMPLATE},
+            **{"read": read, "sampling": {}, "concurrency": 16, "retries": 0, "backoff_seconds": 0.1},
+            **{"request_seconds": 30.0, "batch_seconds": 60.0, "max_failures": 4, "api_key_variable": None},
+        )
+        pool = partial(RewardPool, workers=1, timeout_per_completion=5.0, memory_mb=1024, stop_on_error=True)
+        campaign = attack_task(held_out_only(PROBLEMS[:4]), [judge], [1.0], pool, problems=4, pulls=0)
+    scores = {best.attack: best.score for best in campaign.attempts}
+    assert scores.pop("judge_injections") == float(fooled)
+    if read is not first_grade:
+        assert set(scores.values()) == {0.0}
+
+
+# -- the tables of docs/rewards/redteam.md
+
+PAGE = (ROOT / "docs" / "rewards" / "redteam.md").read_text()
+LINES = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| (-?\d\.\d{3}) \| (\d\.\d{3}) \|", PAGE, re.MULTILINE)
+FILES = {name for _, task, *_ in LINES for name in re.findall(r"\w+/\w+\.gin", task)}
+RUNS_ELSEWHERE = {"run/arithmetic_vllm.gin", "run/sft.gin"}  # that draw from another's task, or reward nothing
+TASKS_ELSEWHERE = {"task/gsm8k.gin", "task/openmath.gin"}  # bound by run/gsm8k.gin itself; on the hub alone
+
+
+def test_every_reward_run_and_task_has_a_line_on_the_page():
+    rewards = {
+        name
+        for module in (code, format, math, episode)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        if [*inspect.signature(value).parameters][:2] == ["problem", "completion"]
+    }
+    renamed = {"correct": "math", "correct_evaluated": "math_evaluated", "all_tests_pass": "code"}
+    named = {word for reward, *_ in LINES for word in re.findall(r"\w+", reward)}
+    # No reward, but what the sandbox says; and a grader of given completions, which pays nothing but the answer.
+    assert {name for name in rewards if renamed.get(name, name) not in named} == {"run_against_tests", "same_text"}
+    assert {f"run/{path.name}" for path in (ROOT / "gin" / "run").glob("*.gin")} - RUNS_ELSEWHERE <= FILES
+    texts = "\n".join((ROOT / "gin" / name).read_text() for name in FILES if name.startswith("run/"))
+    named = FILES | {*re.findall(r'^include "(task/\w+\.gin)"', texts, re.MULTILINE)}
+    assert {f"task/{path.name}" for path in (ROOT / "gin" / "task").glob("*.gin")} - named == TASKS_ELSEWHERE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "place"),
+    [
+        (["--gin_file", "run/arithmetic.gin"], "run/arithmetic.gin"),
+        (["--reward", "math", "--task", "arithmetic"], "arithmetic"),
+    ],
+)
+def test_a_line_of_the_page_is_what_the_command_prints(flags, place, capsys):
+    assert main(flags) == 0
+    out = capsys.readouterr().out
+    reward, _, best, gold = next(line for line in LINES if line[1] == place)
+    assert out.startswith(f"{reward} on ")
+    assert f"best without the answer: {best} (" in out
+    assert out.rstrip().endswith(f"the golds get {gold}")

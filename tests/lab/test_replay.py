@@ -107,19 +107,15 @@ def other(digest: str) -> str:
 # -- the same
 
 
-def test_every_step_of_a_run_is_recorded(whole: Path) -> None:
-    lines = digests_by_step(whole)
-    assert list(lines) == [1, 2, 3, 4, 5, 6]
-    for name in QUANTITIES:
-        assert all(re.fullmatch(r"[0-9a-f]{16}", line[name]) for line in lines.values())
-        assert len({line[name] for line in lines.values()}) == 6, f"{name} of two steps are the same"
-
-
-@pytest.mark.parametrize(("step", "begun"), [(1, "model that the run began"), (3, "model that the run"), (6, "step_4")])
+@pytest.mark.parametrize(("step", "begun"), [(3, "model that the run began with"), (6, "step_4")])
 def test_any_step_is_what_it_was(whole: Path, replayed: Replayed, step: int, begun: str) -> None:
     code, said = replayed(whole, step)
     assert code == 0, said
     assert begun in said
+    lines = digests_by_step(whole)
+    assert list(lines) == [1, 2, 3, 4, 5, 6]
+    for name in QUANTITIES:
+        assert len({line[name] for line in lines.values()}) == 6, f"{name} of two steps are the same"
     first = 5 if step == 6 else 1
     assert [line for line in said.splitlines() if line.startswith("step ")] == [
         *(f"step {n}: {ALL} as recorded" for n in range(first, step + 1)),
@@ -128,8 +124,7 @@ def test_any_step_is_what_it_was(whole: Path, replayed: Replayed, step: int, beg
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--use_stored_rollout"]])
-@pytest.mark.parametrize("step", [2, 6])
+@pytest.mark.parametrize(("step", "flags"), [(2, []), (6, ["--use_stored_rollout"])])
 def test_steps_of_many_updates_and_waiting_groups(busy: Path, replayed: Replayed, step: int, flags: list[str]) -> None:
     assert any(row["generation/carried_over_groups"] for row in metrics(busy)[1:])
     code, said = replayed(busy, step, *flags)
@@ -152,12 +147,6 @@ def must_not_sample(*args: object, **knobs: object) -> None:
     raise AssertionError("tokens were sampled again")
 
 
-def test_without_sampling_again(whole: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalSampler, "sample", must_not_sample)
-    code, said = replayed(whole, 6, "--use_stored_rollout")
-    assert code == 0, said
-
-
 def test_the_learning_signal_is_shown_as_a_page(whole: Path, tmp_path: Path, replayed: Replayed) -> None:
     code, said, *_ = replayed(whole, 3, "--token_report", str(tmp_path / "step.html"))
     assert code == 0
@@ -167,23 +156,15 @@ def test_the_learning_signal_is_shown_as_a_page(whole: Path, tmp_path: Path, rep
     assert page.count('class="row') >= 1
 
 
-def test_an_engine_that_cannot_repeat_its_tokens(
-    whole: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("flags", [[], ["--use_stored_rollout"]])
+def test_an_engine_that_cannot_repeat_its_tokens_is_not_asked(
+    whole: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
     monkeypatch.setattr(LocalSampler, "sample", must_not_sample)
-    monkeypatch.setattr(LocalSampler, "repeatable", False, raising=False)
-    code, said = replayed(whole, 6)
+    monkeypatch.setattr(LocalSampler, "repeatable", bool(flags), raising=False)
+    code, said = replayed(whole, 6, *flags)
     assert code == 0, said
-    assert "LocalSampler cannot repeat its tokens: the stored ones are learned from" in said
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_one_line_a_step(cache: Path, copied: Path, whole: Path, tmp_path: Path) -> None:
-    shutil.rmtree(copied / "checkpoints" / "step_6")
-    with open(copied / "digests.jsonl", "a") as file:
-        file.write('{"step": 7, "tok')  # killed while it wrote
-    assert finish(command(cache, copied), tmp_path / "out") == 0
-    assert (copied / "digests.jsonl").read_bytes() == (whole / "digests.jsonl").read_bytes()
+    assert bool(flags) != ("LocalSampler cannot repeat its tokens: the stored ones are learned from" in said)
 
 
 def test_a_step_that_is_not_recorded_says_that_its_kernels_are_others(
@@ -223,8 +204,7 @@ def test_a_run_may_leave_steps_out(cache: Path, tmp_path: Path, replayed: Replay
 # -- different
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("name", QUANTITIES)
+@pytest.mark.parametrize("name", ["tokens", "weights"])
 def test_the_first_quantity_that_differs_is_named(copied: Path, replayed: Replayed, name: str) -> None:
     line = digests_by_step(copied)[5]
     change_line(copied, 5, **{name: other(line[name])})
@@ -235,14 +215,6 @@ def test_the_first_quantity_that_differs_is_named(copied: Path, replayed: Replay
     assert "step 6: weights differ\n" in said
     assert f"first difference: step 5, {name}: {other(line[name])} recorded, {line[name]} now" in said
     assert "rounding" not in said
-
-
-def test_a_checkpoint_that_is_not_what_the_run_had(copied: Path, replayed: Replayed) -> None:
-    change_line(copied, 4, weights="0" * 16)
-    code, said = replayed(copied, 5)
-    assert code == 1
-    assert f"first difference: step 4, weights: {'0' * 16} recorded" in said
-    assert f"step 5: {ALL} as recorded" in said
 
 
 def test_another_seed(copied: Path, replayed: Replayed) -> None:
@@ -285,8 +257,10 @@ def test_other_tokens_are_named_with_both(copied: Path, whole: Path, replayed: R
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        *((name, []) for name in ("text", "answer", "advantage", "logp_sampled")),
-        *((name, ["--use_stored_rollout"]) for name in ("text", "logp_sampled")),
+        ("text", []),
+        ("logp_sampled", []),
+        ("text", ["--use_stored_rollout"]),
+        ("logp_sampled", ["--use_stored_rollout"]),
     ],
 )
 def test_a_field_of_the_stored_rollout_that_was_edited_is_named(
@@ -319,16 +293,13 @@ def test_an_edited_prompt_is_named(copied: Path, replayed: Replayed) -> None:
     assert "expected the stored one, '1 + 1 ='" in said
 
 
-def test_an_edited_figure_is_named(copied: Path, replayed: Replayed) -> None:
+def test_an_edited_figure_and_a_missing_quantity_are_differences(copied: Path, replayed: Replayed) -> None:
     rows = metrics(copied)
     rows[5]["loss/grad_norm"] += 1.0
     (copied / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, said = replayed(copied, 5)
     assert code == 1
     assert "first difference: step 5, loss/grad_norm in metrics.jsonl: " in said
-
-
-def test_a_line_without_one_of_its_quantities_is_a_difference(copied: Path, replayed: Replayed) -> None:
     path = copied / "digests.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({k: x for k, x in line.items() if k != "signal"}) + "\n" for line in lines))
@@ -351,20 +322,6 @@ def test_another_reward_is_named_with_both(copied: Path, replayed: Replayed) -> 
     code, said = replayed(copied, 6, "--use_stored_rollout")
     assert code == 1
     assert f"step 6: {ALL} as recorded" in said, "stored completions are rewarded anew"
-
-
-def test_other_weights_at_the_start_move_all_that_follows(
-    copied: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A knob of the configuration that the run did not have: the clipping of the gradient."""
-    config = copied / "config.gin"
-    text = config.read_text()
-    config.write_text(text.replace("max_grad_norm = 1.0", "max_grad_norm = 0.01"))
-    assert config.read_text() != text
-    code, said = replayed(copied, 6)
-    assert code == 1
-    assert "step 5: gradients, weights differ" in said
-    assert "first difference: step 5, gradients: " in said
 
 
 def test_rounding_is_called_by_its_name(copied: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,17 +358,6 @@ def both(said: str) -> dict[str, tuple[str, str]]:
     return {row[0]: (row[1], row[2]) for row in rows if len(row) in (3, 4) and "/" in row[0]}
 
 
-def test_without_a_learning_rate_the_weights_alone_are_others(whole: Path, replayed: Replayed) -> None:
-    code, said = replayed(whole, 5, "--override", "optimizer.adamw.lr=0.0")
-    assert code == 0, said
-    assert f"step 5: {ALL} as recorded" in said
-    assert "the same bits: tokens, rewards, advantages, logp_old, signal, gradients; others: weights" in said
-    figures = both(said)
-    assert {name for name, (one, two) in figures.items() if one != two} == {"optimizer/lr"}
-    assert float(figures["loss/grad_norm"][0]) == pytest.approx(metrics(whole)[5]["loss/grad_norm"], rel=1e-5)
-    assert "learning signals: cosine 1.000000" in said
-
-
 def test_another_clip_range_clips_other_tokens(busy: Path, replayed: Replayed) -> None:
     wide = ["--override", "losses.clipped_ratio.clip_low=0.2", "--override", "losses.clipped_ratio.clip_high=0.2"]
     code, said = replayed(busy, 5, *wide)
@@ -426,6 +372,8 @@ def test_another_clip_range_clips_other_tokens(busy: Path, replayed: Replayed) -
 def test_another_algorithm_by_its_file(whole: Path, replayed: Replayed) -> None:
     code, said = replayed(whole, 6, "--override", "algo/grpo.gin", "--override", "optimizer.adamw.lr=0.5")
     assert code == 0, said
+    assert f"step 6: {ALL} as recorded" in said
+    assert float(both(said)["loss/grad_norm"][0]) == pytest.approx(metrics(whole)[6]["loss/grad_norm"], rel=1e-5)
     assert "step 6 with algo/grpo.gin, optimizer.adamw.lr=0.5:" in said
     assert "the same bits: tokens, rewards, logp_old; others: advantages, signal, gradients, weights" in said
     assert 0 < float(re.search(r"cosine (\S+),", said)[1]) < 1
@@ -446,9 +394,7 @@ def test_other_tokens_have_no_cosine(whole: Path, replayed: Replayed) -> None:
     [
         ("optimizer.adamw.rate=1.0", "optimizer.adamw: got a binding for rate, expected one of"),
         ("optimizer.adamw.lr", "--override 'optimizer.adamw.lr': got"),
-        ("nowhere.gin", "got 'nowhere.gin', expected a gin file"),
         ("step.Algorithm.minibatches=3", "minibatches"),
-        ("optimizer.adamw.lr=fast", "expected a gin value"),
     ],
 )
 def test_an_override_that_is_none_is_refused_before_any_work(
@@ -497,12 +443,6 @@ def test_a_broken_checkpoint_is_passed_over(copied: Path, replayed: Replayed) ->
     assert "from the model that the run began with" in said
 
 
-def test_help_comes_without_torch() -> None:
-    code = "import sys; from grpo_fn import replay; replay.flags().format_help(); "
-    code += "sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 # -- the parts
 
 
@@ -519,7 +459,6 @@ def test_signals_go_back_to_their_rows(
     value = torch.randn(6, 8, generator=generator)
     batch = Batch(torch.zeros(6, 8).long(), mask, *([value] * 5), mask, mask.long())
 
-    split = partial(dealt, parts=by_reading if packing else by_width, micro_tokens=micro_tokens, devices=devices)
     split = partial(dealt, parts=by_reading if packing else by_width, micro_tokens=micro_tokens, devices=devices)
     minis = [mini for _ in range(epochs) for mini in minibatches(batch, parts)]
     cuts = [trim_rows(mini, rows) for mini in minis for rows in split(mini)]
@@ -547,7 +486,7 @@ def test_relative_differences_are_of_the_largest(values: list[float], by: float)
 def torchrun(module: str, *flags: str) -> subprocess.CompletedProcess:
     argv = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module, *flags]
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THby_readingS": "1"}
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, timeout=400, check=False)
 
 

@@ -1,13 +1,13 @@
-"""The report says what the run folders hold, shows hostile text as text, and works while a run is going on."""
+"""The report says what the run folders hold, shows hostile text as text, and works while a run is running."""
 
 import fcntl
-import html.parser
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 from e2e.running import metrics
+from test_html_page import Reader
 
 from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.problem import Turn
@@ -17,53 +17,35 @@ from grpo_fn.shell.logging import rollout_store
 HOSTILE = "<script>alert(1)</script>\x1b[2J\ud800 | ![x](http://example.com/t.png)"
 
 
-class Page(html.parser.HTMLParser):
-    """Tables as rows of texts, the titles of all dots, and every tag and attribute."""
+class Page(Reader):
+    """Tables as rows of texts, beside all of the text and every tag."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self.rows: list[list[str]] = []
-        self.titles: list[str] = []
-        self.tags: set[str] = set()
-        self.links: list[str] = []
-        self.text = ""
-        self.inside = ""
-        self.feed(path.read_text())
+        super().__init__(path.read_text())
+        self.text = "".join(self.texts)
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
-        self.tags.add(tag)
-        self.links += [value for name, value in attrs if name in ("href", "src", "action", "data")]
-        assert not [name for name, _ in attrs if name.startswith("on")]
+        super().handle_starttag(tag, attrs)
         if tag == "tr":
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
-        if tag in ("td", "th", "title"):
-            self.inside = tag
-        if tag == "title":
-            self.titles.append("")
 
     def handle_data(self, data: str) -> None:
-        self.text += data
-        if self.inside in ("td", "th"):
+        super().handle_data(data)
+        if {"td", "th"} & {*self.open}:
             self.rows[-1][-1] += data
-        if self.inside == "title":
-            self.titles[-1] += data
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == self.inside:
-            self.inside = ""
 
     def under(self, head: str) -> list[dict[str, str]]:
         """The rows of the table whose first column has this name, each by the names of its columns."""
         start = next(i for i, row in enumerate(self.rows) if row and row[0] == head)
-        width = len(self.rows[start])
-        found = []
+        width, rows = len(self.rows[start]), []
         for row in self.rows[start + 1 :]:
-            if len(row) != width or row[0] in ("run", "knob", "prompt"):
+            if len(row) != width or row[0] in ("knob", "prompt"):
                 break
-            found.append({name: value.strip() for name, value in zip(self.rows[start], row, strict=True)})
-        return found
+            rows.append({name: value.strip() for name, value in zip(self.rows[start], row, strict=True)})
+        return rows
 
 
 @pytest.fixture
@@ -81,13 +63,13 @@ def other(whole: Path, tmp_path: Path) -> Path:
     return path
 
 
-def made(runs: list[Path], tmp_path: Path, *flags: str) -> Page:
+def report(runs: list[Path], tmp_path: Path, *flags: str) -> Page:
     assert tool.main([*map(str, runs), "--out", str(tmp_path / "out" / "page.html"), *flags]) == 0
     return Page(tmp_path / "out" / "page.html")
 
 
 def test_the_summary_is_that_of_the_run_folders(whole: Path, other: Path, tmp_path: Path) -> None:
-    first, second = made([whole, other], tmp_path).under("run")[:2]
+    first, second = report([whole, other], tmp_path).under("run")[:2]
     summary, rows = json.loads((whole / "summary.json").read_text()), metrics(whole)
     assert (first["state"], first["steps"], first["ranks"], first["seed"]) == ("finished", "6 of 6", "1", "0")
     assert first["held-out before"] == f"{summary['accuracy_before']:.3f}"
@@ -100,89 +82,20 @@ def test_the_summary_is_that_of_the_run_folders(whole: Path, other: Path, tmp_pa
     assert second["last steps"] == f"{rows[4]['reward/mean']:.3f}"
 
 
-def test_every_number_of_a_curve_is_under_the_pointer(whole: Path, other: Path, tmp_path: Path) -> None:
-    titles = made([whole, other], tmp_path).titles
-    for name, run, rows in (("run", whole, metrics(whole)), ("other", other, metrics(whole)[:5])):
-        for _, metric, _ in tool.CURVES:
-            for row in rows:
-                if metric in row:
-                    assert f"{name}, step {row['step']}: {row[metric]:.4g}" in titles, (metric, run)
-    assert not [title for title in titles if title.startswith("other, step 5")]
-
-
-def changed(whole: Path, path: Path, *, knobs: dict[str, int], figures: dict[str, float]) -> Path:
-    """A copy of the run with other knobs, and figures added to those of every step."""
-    shutil.copytree(whole, path, ignore=shutil.ignore_patterns("checkpoints", "model"))
-    text = (path / "run.json").read_text()
-    for name, value in knobs.items():
-        assert f'"{name}": 0' in text
-        text = text.replace(f'"{name}": 0', f'"{name}": {value}')
-    (path / "run.json").write_text(text)
-    rows = [{name: x + figures.get(name, 0.0) for name, x in row.items()} for row in metrics(whole)]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_seeds_of_one_configuration_are_their_mean_and_a_band(whole: Path, tmp_path: Path) -> None:
-    more = changed(whole, tmp_path / "more", knobs={"train.train.seed": 7}, figures={"reward/mean": 0.5})
-    titles = made([whole, more], tmp_path).titles
-    for row in metrics(whole)[1:]:
-        assert f"mean of run, more, step {row['step']}: {row['reward/mean'] + 0.25:.4g}" in titles
-    assert not [title for title in titles if title.startswith(("run, step", "more, step"))]
-    html = (tmp_path / "out" / "page.html").read_text()
-    assert "their mean, in a band" in html
-    assert "<polygon" in html.split("<figure>")[1]  # of the reward
-    made([whole], tmp_path)
-    assert "their mean, in a band" not in (tmp_path / "out" / "page.html").read_text()
-
-
-def test_parts_of_the_reward_truncation_and_clips_are_curves_and_kl_where_there_is_a_reference(
-    whole: Path, tmp_path: Path
-) -> None:
-    made([whole], tmp_path)
-    html = (tmp_path / "out" / "page.html").read_text()
-    for metric in (
-        "reward/named",
-        "reward/digits",
-        "generation/truncated",
-        "loss/clip_low",
-        "loss/clip_high",
-    ):
-        assert html.count(f"<span>{metric}, ") == 1, metric
-    for metric in ("reward/std", "reward/timeouts"):
-        assert f"<span>{metric}, " not in html
-    none = changed(whole, tmp_path / "none", knobs={}, figures={})
-    for shown, kl in ((False, 0.0), (True, 0.1)):  # a reference that every step equals, and another
-        rows = [row | {"loss/kl": kl} if row["step"] else row for row in metrics(whole)]
-        (none / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        made([none], tmp_path)
-        assert ("<span>loss/kl, " in (tmp_path / "out" / "page.html").read_text()) == shown
-
-
 def test_knobs_that_differ_are_listed_and_no_others(whole: Path, other: Path, tmp_path: Path) -> None:
-    page = made([whole, other], tmp_path)
+    page = report([whole, other], tmp_path)
     assert page.under("knob") == [{"knob": "optimizer.adamw.lr", "run": "0.001", "other": "0.002"}]
-    assert "optimizer.adamw.lr" in [row["knob"] for row in made([whole], tmp_path).under("knob")]
+    assert "optimizer.adamw.lr" in [row["knob"] for row in report([whole], tmp_path).under("knob")]
 
 
 def test_what_health_said_is_there_as_text(whole: Path, other: Path, tmp_path: Path) -> None:
-    page = made([whole, other], tmp_path)
+    page = report([whole, other], tmp_path)
     assert "12:00:00 health, kl_high: loss/kl is 0.7 at step 4, above 0.5: <b>look</b>" in page.text
     for line in (whole / "log.txt").read_text().splitlines():
         assert (line in page.text) == (" health, " in line)
     (other / "log.txt").write_text("2026-01-31 12:00:00 step 1/6 [reward] health, warning: no rule said this\n")
-    assert "None in other." in made([other], tmp_path).text
+    assert "None in other." in report([other], tmp_path).text
     assert "b" not in page.tags
-
-
-def test_seconds_are_means_over_the_steps(whole: Path, tmp_path: Path) -> None:
-    row = made([whole], tmp_path).under("run")[0]
-    table = [found for found in made([whole], tmp_path).rows if found and found[0] == "run"][1]
-    page = made([whole], tmp_path)
-    values = dict(zip(table, page.rows[page.rows.index(table) + 1], strict=True))
-    expected = sum(row["time/train"] for row in metrics(whole)[1:]) / 6
-    assert values["train"] == f"{expected:.3g}"
-    assert row["run"] == "run"
 
 
 def test_hostile_samples_are_text_and_nothing_is_fetched(
@@ -190,15 +103,14 @@ def test_hostile_samples_are_text_and_nothing_is_fetched(
 ) -> None:
     rows = [{"prompt": HOSTILE, "text": HOSTILE * 99, "answer": "1", "reward": None, "advantage": None}]
     monkeypatch.setattr(rollout_store, "load_rollouts", lambda path: rows)
-    page = made([other], tmp_path)
+    page = report([other], tmp_path)
     assert "<script>alert(1)</script>" in page.text
     assert "script" not in page.tags
-    assert page.links == []
     assert "more characters" in page.text
     assert "\x1b" not in page.text
 
 
-@pytest.mark.parametrize("code", ["\x00", "\x07", "\x1b", "\x7f", "\x9b", "\u202e", "\u2066", "\u200f"])
+@pytest.mark.parametrize("code", ["\x00", "\x1b", "\x9b", "\u202e"])
 def test_no_control_character_of_a_sample_a_warning_or_a_name_is_on_the_page(
     whole: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
@@ -209,7 +121,7 @@ def test_no_control_character_of_a_sample_a_warning_or_a_name_is_on_the_page(
     with open(other / "log.txt", "a", encoding="utf-8") as log:
         log.write(f"2026-01-31 12:00:00 health, invalid_high: {text}\n")
     renamed = other.rename(tmp_path / f"run{code}name") if code != "\x00" else other
-    whole_page = made([renamed], tmp_path)
+    whole_page = report([renamed], tmp_path)
     assert code not in (tmp_path / "out" / "page.html").read_text(encoding="utf-8")
     shown = [f"before{mark}after" for mark in (escape_control(code), "\ufffd")]
     assert sum(whole_page.text.count(text) for text in shown) >= 4
@@ -217,10 +129,10 @@ def test_no_control_character_of_a_sample_a_warning_or_a_name_is_on_the_page(
 
 def test_samples_are_those_with_the_largest_and_smallest_advantages(whole: Path, tmp_path: Path) -> None:
     step, rows = tool.newest_samples(whole / "rollouts")
-    found = [float(row["advantage"]) for row in made([whole], tmp_path).under("prompt")]
+    shown = [float(row["advantage"]) for row in report([whole], tmp_path).under("prompt")]
     adv = sorted((row["advantage"] for row in rows), reverse=True)
     assert step == 6
-    assert found == pytest.approx([*adv[:2], *adv[-2:]], abs=1e-3)
+    assert shown == pytest.approx([*adv[:2], *adv[-2:]], abs=1e-3)
 
 
 def test_of_an_episode_every_turn_is_shown() -> None:
@@ -235,12 +147,11 @@ def test_of_an_episode_every_turn_is_shown() -> None:
 def test_a_run_that_has_only_begun_has_a_page(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     shutil.copy(whole / "run.json", tmp_path / "new")
-    page = made([tmp_path / "new"], tmp_path)
+    page = report([tmp_path / "new"], tmp_path)
     assert page.under("run")[0]["steps"] == "0 of 6"
-    assert page.text.count("not measured") == len(tool.CURVES) - 1  # all but KL, of which nothing is known
 
 
-def test_a_folder_that_a_process_works_in_is_going_on(other: Path, tmp_path: Path) -> None:
+def test_a_folder_that_a_process_works_in_is_running(other: Path, tmp_path: Path) -> None:
     import multiprocessing
 
     ready, done = multiprocessing.Event(), multiprocessing.Event()
@@ -248,7 +159,7 @@ def test_a_folder_that_a_process_works_in_is_going_on(other: Path, tmp_path: Pat
     process.start()
     try:
         assert ready.wait(30)
-        assert made([other], tmp_path).under("run")[0]["state"] == "going on"
+        assert report([other], tmp_path).under("run")[0]["state"] == "running"
     finally:
         done.set()
         process.join(30)

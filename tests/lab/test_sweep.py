@@ -16,12 +16,6 @@ import pytest
 from e2e.running import SMALL, TESTS, Forked, metrics
 from hypothesis import given
 
-from experiments.vmap_sweep.test_idea import (  # its tests are run here, too
-    test_every_slice_is_its_separate_run as test_every_slice_is_its_separate_run,
-)
-from experiments.vmap_sweep.test_idea import (
-    test_policies_that_differ_go_different_ways as test_policies_that_differ_go_different_ways,
-)
 from grpo_fn.core.display_text import escape_control
 from grpo_fn.lab import sweep as tool
 from grpo_fn.lab import trials as running
@@ -58,10 +52,10 @@ words = st.text("abc019.-", min_size=1, max_size=4)
 
 @given(st.lists(words, min_size=1, max_size=4, unique=True), st.lists(words, min_size=1, max_size=3, unique=True))
 def test_a_grid_is_every_pair_once(rates, seeds) -> None:
-    found = trials("--grid", f"optimizer.adamw.lr={','.join(rates)}", "--grid", f"SEED={','.join(seeds)}")
-    pairs = [(one.values["optimizer.adamw.lr"], one.values["SEED"]) for one in found]
+    points = trials("--grid", f"optimizer.adamw.lr={','.join(rates)}", "--grid", f"SEED={','.join(seeds)}")
+    pairs = [(one.values["optimizer.adamw.lr"], one.values["SEED"]) for one in points]
     assert sorted(pairs) == sorted((rate, seed) for rate in rates for seed in seeds)
-    assert len({one.name for one in found}) == len(found)
+    assert len({one.name for one in points}) == len(points)
 
 
 @given(st.lists(words, min_size=1, max_size=5))
@@ -87,23 +81,15 @@ def test_draws_stay_within_their_bounds(low, times, seed) -> None:
     assert tool.draw_value("choice(@a.b, [1,2])", seed) in ("@a.b", "[1,2]")
 
 
-def test_a_loguniform_draw_has_its_logarithm_spread_evenly() -> None:
-    drawn = [float(tool.draw_value("loguniform(1e-4,1e-2)", str(i))) for i in range(400)]
-    assert 0.4 < sum(x < 1e-3 for x in drawn) / 400 < 0.6
-
-
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
         ([], "got neither --grid nor --random"),
         (["--grid", "SEED"], "got 'SEED', expected NAME=..."),
         (["--grid", "SEED=1,,2"], "got an empty value of SEED"),
-        (["--grid", "SEED=1", "--random", "SEED=integer(0,5)"], "got SEED more than once"),
+        (["--grid", "SEED=1", "--random", "SEED=integer(0,5)"], "expected each name once in --grid and --random"),
         (["--random", "SEED=normal(0,1)"], "--random: got 'normal(0,1)', expected uniform"),
         (["--random", "SEED=loguniform(0,1)"], "--random: got 'loguniform(0,1)'"),
-        (["--random", "SEED=uniform(2,1)"], "--random: got 'uniform(2,1)'"),
-        (["--grid", "SEED=1", "--trials", "3"], "--trials: got it without --random"),
-        (["--grid", "SEED=1", "--jobs", "0"], "got 0, "),
         (["--grid", "SEED=1", "--grid", "optimizer.adamw.learning=1"], "expected one of"),
     ],
 )
@@ -174,15 +160,6 @@ def test_a_cell_of_the_markdown_table_reads_as_its_text(text) -> None:
     assert cell == expected or cell[0] == cell[-1] == "`"
 
 
-def test_the_markdown_table_is_readable_as_it_stands() -> None:
-    rows = [{"optimizer.adamw.lr": "3e-6", "a.b": "'x & <b> | y'", "n": 2, "mean": "0.51"}]
-    assert running.table_markdown(rows).splitlines() == [
-        "| optimizer.adamw.lr | a.b | n | mean |",
-        "| --- | --- | --- | --- |",
-        "| 3e-6 | `'x & <b> \\| y'` | 2 | 0.51 |",
-    ]
-
-
 # Running them ---------------------------------------------------------------------------------------------------------
 
 
@@ -194,16 +171,8 @@ def test_trials_run_beside_one_another_a_failure_stops_none_and_a_second_call_re
     monkeypatch.setattr(running, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
     cache, out = tmp_path / "models", tmp_path / "sweep"  # other tests count the models in theirs
     cache.mkdir()
-    flags = [
-        "--grid",
-        "SEED=0,1",
-        "--grid",
-        "sections.Compute.device='cpu','nowhere'",
-        "--jobs",
-        "2",
-        "--gin_param",
-        "STEPS=2",
-    ]
+    flags = ["--grid", "SEED=0,1", "--grid", "sections.Compute.device='cpu','nowhere'"]
+    flags += ["--jobs", "2", "--gin_param", "STEPS=2"]
     assert tool.main(argv(cache, out, *flags)) == 1
     said = capsys.readouterr()
     assert said.err.count(": done") == 2
