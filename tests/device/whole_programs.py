@@ -36,7 +36,7 @@ if __name__ == "__main__":
     kind, what = sys.argv[1:]
     if kind == "check":
         argv = ["--device", "cuda", "--tiny", "--only", what]
-        codes: dict[str, object] = {"check": device_check.main(argv, run=device_runner.here)}
+        codes: dict[str, object] = {"check": device_check.main(argv, run=device_runner.outcomes_here)}
     else:
         codes = {name: ended(argv) for name, argv in json.loads(Path(what).read_text()).items()}
     graphs = {"graphs": fake.CUDAGraph.made, "replays": fake.CUDAGraph.replayed}

@@ -221,7 +221,7 @@ def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_tutorial_runs_as_it_stands(tutorial: Path) -> None:
     assert (tutorial / "runs" / "mine" / "model" / "config.json").exists()
-    assert (tutorial / "signal.html").read_text().startswith("<!doctype html>")
+    assert (tutorial / "signal.html").read_text().startswith("<!DOCTYPE html>")
 
 
 FINISHED = [

@@ -23,10 +23,5 @@ def late(setting: Setting) -> list[Figure]:
     return []
 
 
-def late_and_fatal(setting: Setting) -> list[Figure]:
-    time.sleep(4)
-    os._exit(11)
-
-
 def fatal(setting: Setting) -> list[Figure]:
     os._exit(7)

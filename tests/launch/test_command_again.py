@@ -17,8 +17,6 @@ SAME = "-m grpo_fn.run --gin_file 'a b.gin' --gin_param STEPS=3 --run_dir runs/x
     ("world", "here", "launcher"),
     [
         (None, None, "python"),
-        ("1", "1", "python"),
-        ("2", "2", "torchrun --nproc-per-node 2"),
         ("8", "4", "torchrun --nnodes 2 --nproc-per-node 4"),
     ],
 )

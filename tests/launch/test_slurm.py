@@ -16,7 +16,6 @@ from launch.launching import (
     ROOT,
     Started,
     agent_arguments,
-    documented,
     environment,
     flags,
     listening_python,
@@ -63,20 +62,16 @@ def ended(slurm: Path, code: int, *, terminate: bool, **more: str) -> tuple[int,
     return got, summary(slurm / "run", int(more.get("SLURM_RESTART_COUNT", "0"))), bool(requeued)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("code", "terminate", "more", "again"),
     [
         (75, True, {}, True),  # saved
         (71, True, {}, True),  # not saved, but the newest checkpoint is there
-        (143, True, {}, True),
         (0, True, {}, False),  # it was the last step
         (2, True, {}, False),
         (75, False, {}, False),  # stopped by hand
-        (71, False, {}, False),
-        (0, False, {}, False),
         (75, True, {"FAKE_STATE": "COMPLETING"}, False),  # scancel, or Slurm queues it again itself
-        (75, True, {"FAKE_STATE": "CANCELLED"}, False),
         (75, True, {"SLURM_RESTART_COUNT": "3", "MAX_REQUEUES": "4"}, True),
         (75, True, {"SLURM_RESTART_COUNT": "4", "MAX_REQUEUES": "4"}, False),
     ],
@@ -90,47 +85,42 @@ def test_a_preempted_job_is_queued_again_and_no_other(
     assert record["restarts"] == int(more.get("SLURM_RESTART_COUNT", "0"))
 
 
-def test_the_summary_says_what_the_job_was(slurm: Path) -> None:
-    _, record, _ = ended(slurm, 0, terminate=False)
-    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert record["git_commit"].removesuffix("+changes") == head
-    assert record["nodes"] == ["localhost", "node-b"]
-    assert record["command"] == ["launch.stand_in", *flags(slurm)]
-    assert (record["job_id"], record["job_name"]) == ("4242", "grpo")
-    assert record["start"] <= record["end"]
-
-
 def test_the_jobs_folder_has_its_output_and_a_summary_with_the_trainings_figures(slurm: Path) -> None:
     (slurm / "run").mkdir()
     rows = [
         {"step": 0, "eval/accuracy": 0.25},
-        {"step": 1, "time/total": 3.0, "reward/mean": 0.5, "generation/tokens_per_second": 90.0},
-        {"step": 2, "time/total": 5.0, "reward/mean": 0.75, "generation/tokens_per_second": 80.0, "eval/accuracy": 0.5},
-        {"step": 3, "time/total": 4.0, "reward/mean": 0.625, "generation/tokens_per_second": 70.0},
-        {"step": 4, "time/total": 4.0, "reward/mean": 0.6, "generation/tokens_per_second": 70.0, "eval/accuracy": 0.5},
+        {"step": 1, "time/total": 3.0, "reward/mean": 0.5, "generation/tokens_per_second": 90.0, "eval/accuracy": 0.5},
+        {"step": 2, "time/total": 5.0, "reward/mean": 0.6, "generation/tokens_per_second": 70.0, "eval/accuracy": 0.5},
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (slurm / "run" / "run.json").touch()
-    (slurm / "run" / "metrics.jsonl").write_text(text + '{"step": 5, "ti')
+    (slurm / "run" / "metrics.jsonl").write_text(text + '{"step": 3, "ti')
     command = ["bash", slurm / "slurm_script", *flags(slurm)]
     env = environment(slurm / "bin", **job(slurm, FAKE_CODE="75", FAKE_SHORT="yes", PORT="29777"))
     done = run(command, env, cwd=slurm)
     assert done.returncode == 75
-    assert summary(slurm / "run")["training"] == {
-        "steps": 4,
+    record, head = summary(slurm / "run"), ["git", "-C", ROOT, "rev-parse", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True).stdout.strip()
+    assert record["git_commit"].removesuffix("+changes") == commit
+    assert record["nodes"] == ["localhost", "node-b"]
+    assert record["command"] == ["launch.stand_in", *flags(slurm)]
+    assert (record["job_id"], record["job_name"]) == ("4242", "grpo")
+    assert record["start"] <= record["end"]
+    assert record["training"] == {
+        "steps": 2,
         "seconds_a_step": 4.0,
         "steps_an_hour": 900.0,
         "tokens_a_second": 70.0,
         "reward": 0.6,
         "best_accuracy": 0.5,
-        "best_step": 2,
+        "best_step": 1,
     }
     folder = slurm / "logs" / "grpo-4242"
     said = (folder / "training_output.log").read_text()
     assert "MASTER_ADDR=localhost MASTER_PORT=29777 is where the nodes meet" in said
     assert sorted(said.splitlines()) == sorted((done.stdout + done.stderr).splitlines())
     lines = dict(line.split(maxsplit=1) for line in (folder / "job_summary.txt").read_text().splitlines())
-    assert (lines["steps"], lines["best_step"], lines["exit_code"]) == ("4", "2", "75")
+    assert (lines["steps"], lines["best_step"], lines["exit_code"]) == ("2", "1", "75")
     (slurm / "run" / "metrics.jsonl").write_text("[]\n" + text)
     assert run(command, env, cwd=slurm).returncode == 75
     assert "metrics.jsonl" in summary(slurm / "run")["training"]["error"]
@@ -168,23 +158,6 @@ def test_every_argument_arrives_on_every_node_as_it_was_given(
     ]
 
 
-def test_the_documented_commands_start_what_they_say(slurm: Path) -> None:
-    commands = documented("sbatch")
-    assert len(commands) == 2
-    for command in commands:
-        before, given = command.split(" tools/launch/slurm.sbatch ")
-        asked = dict(option.split("=") for option in before.split()[1:])
-        nodes = ",".join(f"node-{n}" for n in range(int(asked["--nodes"])))
-        env = environment(slurm / "bin", **job(slurm, nodes=nodes, FAKE_GPUS=asked["--gpus-per-node"]))
-        env |= {"PYTHON": str(listening_python(slurm)), "RUN_DIR": str(slurm / "run")}
-        assert run(["bash", slurm / "slurm_script", *given.split()], env, cwd=slurm).returncode == 0
-        assert agent_arguments(slurm)[1:3] == [
-            f"--nnodes={asked['--nodes']}",
-            f"--nproc-per-node={asked['--gpus-per-node']}",
-        ]
-        assert agent_arguments(slurm)[-len(given.split()) - 2 : -2] == given.split()
-
-
 def test_the_run_folder_is_the_jobs_unless_one_is_given(slurm: Path) -> None:
     def folder_of(*given: str, **more: str) -> list[str]:
         env = environment(slurm / "bin", **job(slurm, nodes="node-a", **more))
@@ -207,13 +180,7 @@ def test_the_run_folder_is_the_jobs_unless_one_is_given(slurm: Path) -> None:
     ("given", "more", "complaint"),
     [
         ([], {}, "got no --gin_file, expected one, as in --gin_file run/gsm8k.gin"),
-        (
-            ["--gin_file=f"],
-            {"SLURM_JOB_ID": ""},
-            "got no SLURM_JOB_ID, expected a job of Slurm's: sbatch tools/launch/",
-        ),
         (["--gin_file=f"], {"SLURM_SUBMIT_DIR": "/"}, "got / to start in, expected the repository's root: call sbatch"),
-        (["--gin_file=f", "--run_dir"], {}, "--run_dir: got nothing after it, expected a folder"),
         (
             ["--gin_file=f"],
             {"SLURM_NNODES": "3"},

@@ -1,7 +1,6 @@
 """A job over two hosts with addresses of their own: by hand, when one disappears, when one is drained."""
 
 import shlex
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -58,18 +57,6 @@ def test_a_host_that_disappears_and_comes_back_is_taken_in_again(two_hosts: list
     assert sorted(set(taken)) == list(range(1, 401))
     assert len(taken) <= 402
     assert {line["size"] for line in trace(run_dir)} == {2}
-
-
-@pytest.mark.slow
-def test_a_stop_of_one_host_stops_both_after_saving(two_hosts: list[Host], tmp_path: Path) -> None:
-    command = by_hand(tmp_path, STEPS=100_000)
-    with ExitStack() as stack:
-        here, there = start_all(stack, two_hosts, command, tmp_path)
-        here.until(lambda: len(steps(tmp_path / "run")) >= 3)
-        there.process.send_signal(signal.SIGTERM)
-        assert there.code() == 75, there.log.read_text()
-        assert here.code() == 75, here.log.read_text()
-    assert steps(tmp_path / "run", 0) == steps(tmp_path / "run", 1)
 
 
 @pytest.mark.slow

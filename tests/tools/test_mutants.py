@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import mutants
+import pytest
 
 SOURCE = '''"""1 < 2 in a docstring."""
 
@@ -48,6 +49,7 @@ def test_every_mutant_is_one_change_that_can_be_parsed() -> None:
         assert mutant.after in changed
 
 
+@pytest.mark.slow
 def test_the_table_says_which_test_notices_which(tmp_path: Path) -> None:
     files = {"grpo_fn/__init__.py": "", "grpo_fn/algo/__init__.py": "", "grpo_fn/algo/toy.py": SOURCE}
     files |= {"tests/algo/test_toy.py": TESTS, "pytest.ini": "[pytest]"}

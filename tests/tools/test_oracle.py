@@ -47,25 +47,15 @@ def test_a_run_that_only_took_longer_on_another_device_is_identical(run: dict[st
     assert run["weights"].keys() == {"model/head", "model/body"}
 
 
-@pytest.mark.parametrize(
-    ("part", "step", "name", "line"),
-    [
-        ("checksums", "1", "weights", 'step 1, checksum weights: recorded "b1", now "x"'),
-        ("metrics", "2", "loss/objective", 'step 2, metric loss/objective: recorded 2.5, now "x"'),
-    ],
-)
-def test_the_first_quantity_that_differs_is_named(
-    run: dict[str, Any], part: str, step: str, name: str, line: str
-) -> None:
+def test_the_first_quantity_that_differs_is_named(run: dict[str, Any]) -> None:
     other = copy.deepcopy(run)
-    other["weights"]["model/head"] = "x"
-    assert verdict(run, other)[0][0].startswith('grpo: step end, weight model/head: recorded "')
-    other["checksums"]["2"]["weights"] = "x"  # comes after the metrics of step 1 and before those of step 2
-    other[part][step][name] = "x"
-    first = line if step == "1" else 'step 2, checksum weights: recorded "b2", now "x"'
-    assert verdict(run, other) == ([f"grpo: {first}"], False)
-    other["checksums"]["2"]["weights"], other["weights"] = "b2", run["weights"]
-    assert verdict(run, other) == ([f"grpo: {line}"], False)
+    del other["weights"]["model/body"]
+    assert "step end, weight model/body: recorded" in verdict(run, other)[0][0]
+    other["checksums"]["2"]["weights"] = "x"
+    assert verdict(run, other) == (['grpo: step 2, checksum weights: recorded "b2", now "x"'], False)
+    other["metrics"]["1"]["loss/objective"] = 0.25
+    assert verdict(run, other) == (["grpo: step 1, metric loss/objective: recorded 1.5, now 0.25"], False)
+    assert verdict(run, "exit code 2\n    error") == (["grpo: failed: exit code 2\n    error"], False)
 
 
 def test_metrics_that_are_new_or_gone_are_listed_and_fail_when_it_is_strict(run: dict[str, Any]) -> None:
@@ -78,14 +68,6 @@ def test_metrics_that_are_new_or_gone_are_listed_and_fail_when_it_is_strict(run:
     assert verdict(run, other, strict=True) == (lines, False)
 
 
-def test_a_weight_or_a_step_that_is_gone_is_a_difference(run: dict[str, Any]) -> None:
-    other = copy.deepcopy(run)
-    del other["weights"]["model/body"]
-    assert "now null" in verdict(run, other)[0][0]
-    del other["checksums"]["2"]
-    assert verdict(run, other) == (['grpo: step 2, checksum tokens: recorded "a2", now null'], False)
-
-
 def test_nan_equals_itself_and_minus_zero_is_not_zero(run: dict[str, Any]) -> None:
     other = copy.deepcopy(run)
     for table in (run, other):
@@ -95,11 +77,7 @@ def test_nan_equals_itself_and_minus_zero_is_not_zero(run: dict[str, Any]) -> No
     assert not verdict(run, other)[1]
 
 
-def test_a_run_that_fails_does_not_agree(run: dict[str, Any]) -> None:
-    assert verdict(run, "exit code 2\n    error") == (["grpo: failed: exit code 2\n    error"], False)
-
-
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", ["torch", "threads"])
 def test_the_record_of_another_machine_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from device_runner import FAILED, LEFT_OUT, OK, Check, Figure, Outcome, Setting, apart
+from device_runner import FAILED, LEFT_OUT, OK, Check, Figure, Outcome, Setting, outcomes_apart
 
 MACHINE = Check("machine", "", "device_parts:machine", 60)
 PARTS = ("correctness", "speed", "steps")
@@ -50,9 +50,7 @@ CHECKS = [
     Check("decode-1.5b", "speed", "device_decode:speed", 120, LARGE),
     Check("step", "steps", "device_speed:grpo", 180),  # its first step compiles the blocks: a minute more
     Check("memory", "steps", "device_speed:capped", 120),
-    Check("continuous", "steps", "device_decode:continuous", 90, only_cuda=True),
     Check("vllm", "steps", "device_vllm:colocated", 240, only_cuda=True),
-    Check("decode-vllm", "steps", "device_vllm:speed", 240, only_cuda=True),
 ]
 
 Runner = Callable[[Sequence[Check], Setting, float], Iterator[Outcome]]
@@ -73,7 +71,7 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, *, run: Runner = apart) -> int:
+def main(argv: Sequence[str] | None = None, *, run: Runner = outcomes_apart) -> int:
     """Do the checks, print a line for each as it ends, then the table. 1 when one failed."""
     argv = sys.argv[1:] if argv is None else argv
     args = flags().parse_args(argv)
@@ -81,16 +79,18 @@ def main(argv: Sequence[str] | None = None, *, run: Runner = apart) -> int:
     if args.device == "cpu" and not args.tiny:
         flags().error("got --device cpu, expected --tiny with it: the real shapes would take hours")
     if find_spec("grpo_fn") is None:  # not installed: the clone itself
-        sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")))
+        )
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # as tools/launch sets it
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     command, outcomes, page = shlex.join(["python", "tools/device_check", *argv]), [], ""
     with tempfile.TemporaryDirectory(prefix="device_check-") as folder:
         setting = Setting(device=args.device, tiny=args.tiny, scratch=folder)
         for number, outcome in enumerate(run([MACHINE, *chosen], setting, args.limit), 1):
-            said = outcome.said or "; ".join(f"{figure.what} {shown(figure)}" for figure in outcome.figures)
+            message = outcome.message or "; ".join(f"{figure.name} {text_of(figure)}" for figure in outcome.figures)
             head = f"[{number}/{1 + len(chosen)}] {outcome.check.name}: {outcome.state}, {outcome.seconds:.1f} s"
-            print(f"{head}; {said}", flush=True)
+            print(f"{head}; {message}", flush=True)
             outcomes.append(outcome)
             page = "\n".join(lines(outcomes, command, args.tiny)) + "\n"
             if outcomes[0].state == FAILED:  # without the device there is nothing to do or to keep
@@ -116,7 +116,7 @@ def selected(names: str, part: str | None) -> list[Check]:
 def lines(outcomes: Sequence[Outcome], command: str, tiny: bool) -> Iterator[str]:
     """Device, date and command; a row for each figure; how many checks of each state."""
     machine, *checks = outcomes
-    about = ", ".join(f"{figure.what} {figure.value}" for figure in machine.figures) or machine.said
+    about = ", ".join(f"{figure.name} {figure.value}" for figure in machine.figures) or machine.message
     yield from ("# One device, measured", "", f"    {command}", "", f"{datetime.date.today()}; {about}.", "")
     if tiny:
         yield "**Toy shapes: the figures below mean nothing**, only that the checks pass does; goals are not judged."
@@ -126,7 +126,7 @@ def lines(outcomes: Sequence[Outcome], command: str, tiny: bool) -> Iterator[str
     for outcome in checks:
         first = (f"`{outcome.check.name}`", "**FAILED**" if outcome.state == FAILED else outcome.state)
         for cells in [row(figure, tiny) for figure in outcome.figures] or [
-            (outcome.said.replace("|", "/"), "", "", "")
+            (outcome.message.replace("|", "/"), "", "", "")
         ]:
             yield "| " + " | ".join((*first, *cells)) + " |"
             first = ("", "")
@@ -140,10 +140,10 @@ def row(figure: Figure, tiny: bool) -> tuple[str, str, str, str]:
     goals = ((">=", figure.at_least), ("<=", figure.at_most))
     goal = ", ".join(f"{sign} {at:,g} {figure.unit}".strip() for sign, at in goals if at is not None)
     judgement = "" if tiny or figure.met is None else "met" if figure.met else "**missed**"
-    return figure.what, shown(figure), goal, judgement
+    return figure.name, text_of(figure), goal, judgement
 
 
-def shown(figure: Figure) -> str:
+def text_of(figure: Figure) -> str:
     """The value with its unit."""
     value = figure.value
     if not isinstance(value, str):

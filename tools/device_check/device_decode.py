@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from device_parts import KEY, forget, full_float32, local, most_held, problems, random_prompt, require, seconds, within
-from device_runner import Figure, LeftOut, Setting
-from device_shapes import EOS, QWEN, TOY, Shape, Work, folder, sized
+from device_runner import Figure, Setting
+from device_shapes import QWEN, TOY, Shape, Work, folder, sized
 from device_speed import ceilings
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 from grpo_fn.core import prng
 from grpo_fn.core.sampling import categorical
@@ -206,7 +206,8 @@ def timed(setting: Setting, sampler: Any, work: Work) -> tuple[float, float]:
 @torch.no_grad()
 def generate(setting: Setting, model: nn.Module, work: Work) -> float:
     """Seconds that transformers takes for as many tokens; sampled, none ends early."""
-    ids = torch.tensor(prompt_rows(model, work), device=setting.device)
+    prompts = [random_prompt(model.config.vocab_size, work.prompt, None, x.prompt) for x in problems(0, work.prompts)]
+    ids = torch.tensor([prompt for prompt in prompts for _ in range(work.size)], device=setting.device)
     call = partial(
         model.generate,
         input_ids=ids,
@@ -220,24 +221,3 @@ def generate(setting: Setting, model: nn.Module, work: Work) -> float:
     )
     model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
     return seconds(setting.device, call, times=1)
-
-
-def prompt_rows(model: nn.Module, work: Work) -> list[list[int]]:
-    """The prompt of every row."""
-    prompts = [random_prompt(model.config.vocab_size, work.prompt, None, x.prompt) for x in problems(0, work.prompts)]
-    return [prompt for prompt in prompts for _ in range(work.size)]
-
-
-def continuous(setting: Setting) -> list[Figure]:
-    """Transformers' continuous batching on the prompts of `speed`; what it cannot do is its own affair."""
-    model = context(setting, folder(setting, sized(setting, QWEN["0.5b"])), torch.bfloat16).full_model()
-    how = GenerationConfig(max_new_tokens=WORK.new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=EOS)
-    call = partial(model.generate_batch, inputs=prompt_rows(model, WORK), generation_config=how)
-    drawn: list[dict[str, Any]] = []
-    try:
-        call()  # compiles, captures
-        took = seconds(setting.device, lambda: drawn.append(call()), times=1)
-    except (AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise LeftOut(f"transformers' continuous batching: {type(error).__name__}, {error}") from error
-    tokens = sum(len(answer.generated_tokens) for answer in drawn[0].values())
-    return [Figure("transformers, tokens/s", tokens / took), Figure("tokens", float(tokens))]

@@ -1,23 +1,22 @@
 """Checks one after another, each in a process of its own and with a deadline, whatever the one before did. No torch."""
 
+import faulthandler
 import importlib
-import multiprocessing
-import threading
+import json
+import subprocess
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 OK, FAILED, LEFT_OUT = "ok", "failed", "left out"
-START = 120.0  # seconds that a process may take to begin
-GRACE = 5.0  # seconds between the stacks that a late check prints and its end
+START = 120.0  # seconds that a process may take to import what it needs, and to end after a check's deadline
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(NamedTuple):
     """Where the checks run. `scratch` is a folder that they share; `tiny` stands for toy shapes."""
 
     device: str
@@ -25,22 +24,21 @@ class Setting:
     scratch: str
 
 
-@dataclass(frozen=True)
-class Check:
-    """`where` is module:function, `(Setting, **options) -> list[Figure]`; it raises when what it looks at is wrong."""
+class Check(NamedTuple):
+    """`place` is module:function, `(Setting, **options) -> list[Figure]`; it raises when what it looks at is wrong."""
 
     name: str
     part: str  # the command that it belongs to
-    where: str
+    place: str
     deadline: float  # seconds
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = MappingProxyType({})
     only_cuda: bool = False  # a CPU could not show it at all, or would take minutes
 
 
 class Figure(NamedTuple):
     """Something measured. A goal is wished for, and no failure when it is missed."""
 
-    what: str
+    name: str
     value: float | str
     unit: str = ""
     at_least: float | None = None
@@ -59,8 +57,8 @@ class Outcome(NamedTuple):
 
     check: Check
     state: str
-    figures: tuple[Figure, ...]
-    said: str  # the error, or why it was left out
+    figures: Sequence[Figure]
+    message: str  # the error, or why it was left out
     seconds: float
 
 
@@ -68,88 +66,72 @@ class LeftOut(Exception):
     """What the check needs is not here; the message says what."""
 
 
-def here(checks: Sequence[Check], setting: Setting, limit: float) -> Iterator[Outcome]:
+def outcomes_here(checks: Sequence[Check], setting: Setting, limit: float) -> Iterator[Outcome]:
     """In this process, without deadlines."""
-    return (attempted(check, setting) for check in checks)
+    return (outcome_of(check, setting) for check in checks)
 
 
-def apart(checks: Sequence[Check], setting: Setting, limit: float) -> Iterator[Outcome]:
-    """Each in a process of its own; after `limit` seconds none is begun, and none goes on."""
+def outcomes_apart(checks: Sequence[Check], setting: Setting, limit: float) -> Iterator[Outcome]:
+    """Each in a process of its own; after `limit` seconds none is begun, and none continues."""
     until = time.monotonic() + limit
     for check in checks:
-        if time.monotonic() < until:
-            yield in_a_process(check, setting, until)
+        if (left := until - time.monotonic()) > 0:
+            yield outcome_of_process(check, setting, left)
         else:
             yield Outcome(check, LEFT_OUT, (), f"the {limit:g} s of the run were over", 0.0)
 
 
-def in_a_process(check: Check, setting: Setting, until: float) -> Outcome:
-    """The outcome of a check in a process that is ended when it is late, or when the run's time is over."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(sender, check, setting), name=check.name)
+def outcome_of_process(check: Check, setting: Setting, left: float) -> Outcome:
+    """The outcome of a check in a process that has so many seconds left: it ends itself when it is late."""
+    result = Path(setting.scratch) / f"{check.name}.json"
+    own = json.dumps([check._replace(options=dict(check.options)), setting, str(result)])
     began, state = time.monotonic(), FAILED
-    process.start()
-    sender.close()
     try:
-        for what, seconds in (("beginning", START), (check.name, check.deadline + GRACE)):
-            since = time.monotonic()
-            if not receiver.poll(max(0.0, min(seconds, until - since))):
-                said = f"{what}: no answer within {seconds:g} s; its stacks are above"
-                if since + seconds > until:  # it was not given what it may take
-                    waited = time.monotonic() - began
-                    state, said = LEFT_OUT, f"had {waited:.0f} of its {check.deadline:g} s before the run's limit"
-                break
-            outcome = receiver.recv()
-        else:
-            return outcome
-    except (EOFError, ConnectionError):
-        process.join(GRACE)
-        said = f"{what}: the process ended with {process.exitcode}; its last words are above"
-    finally:
-        receiver.close()
-        process.join(0.0 if state == LEFT_OUT else GRACE)
-        process.kill()  # nothing, where it has ended
-        process.join()
-    return Outcome(check, state, (), said, time.monotonic() - began)
+        code = subprocess.run([sys.executable, __file__, own], timeout=min(left, START + check.deadline)).returncode
+        if result.exists():
+            figures, *rest = json.loads(result.read_text())
+            return Outcome(check, rest[0], [Figure(*figure) for figure in figures], *rest[1:])
+        message = f"the process ended with {code}, its deadline is {check.deadline:g} s; its last words are above"
+    except subprocess.TimeoutExpired:
+        message = f"got no end within {START + check.deadline:g} s"
+        if left < START + check.deadline:  # it was not given what it may take
+            state, message = LEFT_OUT, f"had {left:.0f} of its {check.deadline:g} s before the run's limit"
+    return Outcome(check, state, (), message, time.monotonic() - began)
 
 
-def work(pipe: Connection, check: Check, setting: Setting) -> None:
-    """The process: report that it has begun, then the outcome of the check. A late one prints where it stands."""
-    with suppress(ImportError):  # which the attempt reports
-        importlib.import_module(check.where.partition(":")[0])  # torch's own start is no part of a check
-    pipe.send("begun")
-    with stacks_after(check.deadline):
-        pipe.send(attempted(check, setting))
-
-
-def attempted(check: Check, setting: Setting) -> Outcome:
+def outcome_of(check: Check, setting: Setting) -> Outcome:
     """The outcome of a check in this process."""
     if check.only_cuda and setting.device == "cpu":
         return Outcome(check, LEFT_OUT, (), "needs CUDA", 0.0)
     began = time.perf_counter()
-    module, _, name = check.where.partition(":")
+    module, _, name = check.place.partition(":")
+    figures: Sequence[Figure] = ()
     try:
-        function: Callable[..., Sequence[Figure]] = getattr(importlib.import_module(module), name)
-        state, figures, said = OK, tuple(function(setting, **check.options)), ""
+        figures = getattr(importlib.import_module(module), name)(setting, **check.options)
+        state, message = OK, ""
     except LeftOut as reason:
-        state, figures, said = LEFT_OUT, (), str(reason)
+        state, message = LEFT_OUT, str(reason)
     except Exception as error:
         traceback.print_exc()
         first = str(error).split("\n")[0][:300]
-        state, figures, said = FAILED, (), f"{type(error).__name__}: {first}".removesuffix(": ")
-    return Outcome(check, state, figures, said, time.perf_counter() - began)
+        state, message = FAILED, f"{type(error).__name__}: {first}".removesuffix(": ")
+    return Outcome(check, state, figures, message, time.perf_counter() - began)
 
 
-@contextmanager
-def stacks_after(seconds: float) -> Iterator[None]:
-    """Print where every thread stands, unless the context is left before."""
-    from grpo_fn.shell.world import print_stacks
-
-    timer = threading.Timer(seconds, print_stacks)
-    timer.daemon = True
-    timer.start()
+def main(own: str) -> None:
+    """The process of a check: its outcome is written to a file. A late one prints its stacks, and ends."""
+    check, setting, result = json.loads(own)
+    check = Check(*check)
+    sys.modules["device_runner"] = sys.modules["__main__"]  # one class LeftOut, for the check and for this file
     try:
-        yield
-    finally:
-        timer.cancel()
+        importlib.import_module(check.place.partition(":")[0])  # torch's own start is no part of a check
+    except ImportError:
+        traceback.print_exc()  # and the check says it again
+    faulthandler.dump_traceback_later(check.deadline, exit=True)
+    outcome = outcome_of(check, Setting(*setting))
+    faulthandler.cancel_dump_traceback_later()
+    Path(result).write_text(json.dumps([outcome.figures, outcome.state, outcome.message, outcome.seconds]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

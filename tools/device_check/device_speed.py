@@ -27,6 +27,7 @@ from grpo_fn.shell.policy.mesh import plan_blocks
 from grpo_fn.shell.vllm.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 
 MATRIX = 8192
+MICRO_TOKENS, TRAINED = 8_192, Work(4, 16, 128, 1024)
 PHASES = ("generate", "score", "train", "sync")
 CAP = 8 * GB
 ADAPTERS = LoRA(rank=16, alpha=32.0, dropout=0.05, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -62,8 +63,8 @@ def train(setting: Setting, *, size: str, compiled: bool = False) -> list[Figure
     With 16k, 1.5B and every activation kept would want 76 of an H100's 80 GB before what FSDP2 reduces in.
     """
     shape = sized(setting, QWEN[size])
-    work = Work(2, 3, 4, 6) if setting.tiny else Work(4, 16, 128, 1024)
-    micro_tokens = 8_192 + work.prompt
+    work = Work(2, 3, 4, 6) if setting.tiny else TRAINED
+    micro_tokens = MICRO_TOKENS + work.prompt
     compile_blocks = partial(blocks.torch_compile, mode="default") if compiled else blocks.eager
     model = folder(setting, shape)
     bench = built(setting, model, torch.bfloat16, micro_tokens=micro_tokens, compile=compile_blocks)

@@ -1,10 +1,9 @@
-"""vLLM in the process that trains: pushes, fingerprints, the probe, sleep and waking with real memory; its speed."""
+"""vLLM in the process that trains: pushes, fingerprints, the probe, sleep and waking with real memory."""
 
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from device_decode import WORK, context, timed
 from device_parts import GB, KEY, built, options, require
 from device_runner import Figure, LeftOut, Setting
 from device_shapes import QWEN, Work, folder, sized
@@ -22,7 +21,10 @@ SHARE = 0.3  # of the card
 
 def colocated(setting: Setting) -> list[Figure]:
     """A half-B engine beside a half-B policy: pushed, probed, asleep, awake, a whole step, probed again."""
-    needed()
+    try:
+        check_installed("vllm")  # a folder of that name is none
+    except ValueError as error:
+        raise LeftOut("vllm is not here") from error
     shape = sized(setting, QWEN["0.5b"])
     bench = built(setting, folder(setting, shape), torch.bfloat16, lr=1e-4)
     sampler = engine_in(bench.context(), SMALL, tokens=SMALL.prompt + 2 * SMALL.new, cache=2**26)
@@ -48,28 +50,6 @@ def colocated(setting: Setting) -> list[Figure]:
         Figure("sleep level 1 gives back", shallow, "GB"),
         Figure("rest (sleep level 2) gives back", deep, "GB"),
     ]
-
-
-def speed(setting: Setting) -> list[Figure]:
-    """The rows of `decode-0.5b`, drawn by vLLM: its own kernels, graphs and scheduler."""
-    needed()
-    shape = sized(setting, QWEN["0.5b"])
-    place = context(setting, folder(setting, shape), torch.bfloat16)
-    cache_bytes = 2 * WORK.rows * (WORK.prompt + WORK.new) * shape.kv_bytes(2)
-    sampler = engine_in(place, WORK, tokens=WORK.prompt + WORK.new, cache=cache_bytes)
-    try:
-        tokens, took = timed(setting, sampler, WORK)
-    finally:
-        sampler.close()
-    return [Figure("vLLM, tokens/s", tokens / took), Figure("tokens", tokens)]
-
-
-def needed() -> None:
-    """Raise LeftOut where there is no vLLM; a folder of that name is none."""
-    try:
-        check_installed("vllm")
-    except ValueError as error:
-        raise LeftOut("vllm is not here") from error
 
 
 def engine_in(place: SamplerContext, work: Work, *, tokens: int, cache: int) -> Any:
