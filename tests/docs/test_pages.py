@@ -92,6 +92,15 @@ def test_the_files_tests_and_links_that_pages_name_exist() -> None:
     assert not missing
 
 
+def test_what_the_design_page_says_is_in_a_file_is_defined_there() -> None:
+    rows = re.findall(r"^\| \.\.\. .*? \| (`.+`) \| (`.+`) \|$", (DOCS / "design.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 20
+    for files, names in rows:
+        texts = [(ROOT / "grpo_fn" / file).read_text() for file in re.findall(r"`(.+?)`", files)]
+        for name in re.findall(r"`(.+?)`", names):
+            assert any(re.search(rf"(def|class) {name}\b", text) for text in texts), (files, name)
+
+
 def test_every_page_is_in_the_site() -> None:
     named = set(re.findall(r"([\w/]+\.md)", (ROOT / "mkdocs.yml").read_text()))
     assert named == {str(path.relative_to(DOCS)) for path in PAGES}
