@@ -9,7 +9,8 @@ w = exp(logp_old - logp_sampled), an expectation over the sampler's tokens of w 
 o_<t held fixed. The token loss goes on from pi_old to the policy with its own ratio. Where logp_old is logp_sampled
 itself (step.from_sampler), w is 1 everywhere: take step.from_trainer.
 
-A divergence is `(log_w [T]) -> [T]`, 0 where the two agree; a reduction is `(x [T], mask [T]) -> scalar`.
+A ratio is `(row) -> w [T]`; a divergence is `(log_w [T]) -> [T]`, 0 where the two agree; a reduction is
+`(x [T], mask [T]) -> scalar`.
 """
 
 from collections.abc import Callable
@@ -23,42 +24,48 @@ from grpo_fn.algo.losses import capped_exp, log_ratio
 from grpo_fn.core import masked as over
 from grpo_fn.core.types import Batch
 
+Ratio = Callable[[Batch], Tensor]
 Correction = Callable[[Tensor, Batch], Tensor]
 Divergence = Callable[[Tensor], Tensor]
 Reduction = Callable[[Tensor, Tensor], Tensor]
 
 
-def truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Float[Tensor, "T"]:
+def truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, ratio: Ratio, cap: float) -> Float[Tensor, "T"]:
     """min(w, cap): unbiased where no w exceeds cap, a bias in the place of a large variance where some do.
 
     Truncated importance sampling (TIS; Ionides 2008) between sampler and trainer is Yao et al. 2025, "Your efficient
     RL framework secretly brings you off-policy RL training" (https://fengyao.notion.site/off-policy-rl); peers use 2.
 
-    Use it when: another engine samples; stale samples. Start here, cap 2.
-    Peers: TRL `token_truncate`, verl `rollout_is="token"`.
+    Use it when: another engine samples; stale samples. Start here, cap 2; `row_ratio` where the loss has a sequence's.
+    Peers: TRL `token_truncate`, verl `rollout_is="token"`; TRL `sequence_truncate` is exp of the sum.
 
     Args:
+        ratio: row -> w [T]: `token_ratio`, or `row_ratio`.
         cap: largest weight.
 
     Raises:
         ValueError: cap is less than 1.
     """
-    _check_cap(cap)
-    return _token(row).clamp(max=cap)
+    if not cap >= 1:
+        raise ValueError(f"cap: got {cap}, expected at least 1, or samples of the policy itself lose weight")
+    return ratio(row).clamp(max=cap)
 
 
 truncated_weight.NEEDS = frozenset({"trainer_logp"})
 
 
-def masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Float[Tensor, "T"]:
+def masked_weight(logp: Float[Tensor, "T"], row: Batch, *, ratio: Ratio, low: float, high: float) -> Float[Tensor, "T"]:
     """w where low <= w <= high, else 0: a token on which the two disagree too much, either way, teaches nothing.
 
-    IcePop (Ring-1T, arXiv:2510.18855): a token that is kept keeps its weight w; 0.5 to 5 there.
+    IcePop (Ring-1T, arXiv:2510.18855): a token that is kept keeps its weight w; 0.5 to 5 there. Of `row_ratio` it is
+    geometric sequence masking (Liu, Li et al. 2025, "When speed kills stability", part 3,
+    https://richardli.xyz/rl-collapse), which leaves out whole rows; w lies near 1, so it wants a narrow range.
 
     Use it when: a few tokens are far off (mixtures of experts): they should not teach at all; 0.5 to 5.
-    Peers: TRL `token_mask`.
+    Peers: TRL `token_mask`; verl's geometric rejection; TRL `sequence_mask` is exp of the sum.
 
     Args:
+        ratio: row -> w [T]: `token_ratio`, or `row_ratio`.
         low: smallest weight that is kept.
         high: largest weight that is kept.
 
@@ -66,56 +73,11 @@ def masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: flo
         ValueError: not 0 <= low <= 1 <= high.
     """
     _check_range(low, high)
-    return _within(_token(row), low, high)
+    w = ratio(row)
+    return torch.where((w >= low) & (w <= high), w, 0.0)
 
 
 masked_weight.NEEDS = frozenset({"trainer_logp"})
-
-
-def sequence_truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Float[Tensor, "T"]:
-    """min(w_s, cap) at each of the row's tokens, w_s = exp(mean_t log w_t): the geometric mean.
-
-    The row's importance ratio is the product of all w_t, which grows or vanishes with its length; its |o|-th root is
-    biased and comparable between short rows and long ones, as GSPO (arXiv:2507.18071, section 4.1) argues for the
-    ratio of the loss.
-
-    Use it when: the loss has a sequence's ratio (GSPO).
-    Peers: TRL `sequence_truncate` is exp of the sum: it grows with the row's length.
-
-    Args:
-        cap: largest weight.
-
-    Raises:
-        ValueError: cap is less than 1.
-    """
-    _check_cap(cap)
-    return _sequence(row).clamp(max=cap)
-
-
-sequence_truncated_weight.NEEDS = frozenset({"trainer_logp"})
-
-
-def sequence_masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Float[Tensor, "T"]:
-    """w_s where low <= w_s <= high, else 0: a row on which the two disagree too much on average teaches nothing.
-
-    w_s as in `sequence_truncated_weight`. Geometric sequence masking (Liu, Li et al. 2025, "When speed kills
-    stability", part 3, https://richardli.xyz/rl-collapse); what is kept keeps its weight, as in IcePop.
-
-    Use it when: whole rows are off; w_s lies near 1, so a narrow range.
-    Peers: verl's geometric rejection; TRL `sequence_mask` is exp of the sum.
-
-    Args:
-        low: smallest weight that is kept.
-        high: largest weight that is kept.
-
-    Raises:
-        ValueError: not 0 <= low <= 1 <= high.
-    """
-    _check_range(low, high)
-    return _within(_sequence(row), low, high)
-
-
-sequence_masked_weight.NEEDS = frozenset({"trainer_logp"})
 
 
 def off_policy_sequence_mask(logp: Float[Tensor, "T"], row: Batch, *, delta: float) -> Float[Tensor, "T"]:
@@ -213,15 +175,27 @@ def outlier_row(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float
     Raises:
         ValueError: not 0 <= low <= 1 <= high.
     """
-    if not 0 <= low <= 1 <= high:
-        raise ValueError(
-            f"low, high: got {low} and {high}, expected 0 <= low <= 1 <= high, or samples of the policy itself are out"
-        )
-    w = capped_exp(_log_w(row)).exp()  # 1 where nothing was sampled
+    _check_range(low, high)
+    w = token_ratio(row)  # 1 where nothing was sampled
     return torch.where(row.mask & ((w < low) | (w > high)).any(), 0.0, torch.ones_like(logp))
 
 
 outlier_row.NEEDS = frozenset({"trainer_logp"})
+
+
+def token_ratio(row: Batch) -> Float[Tensor, "T"]:
+    """w of each token; 1 where nothing was sampled."""
+    return capped_exp(_log_w(row)).exp()
+
+
+def row_ratio(row: Batch) -> Float[Tensor, "T"]:
+    """exp(mean_t log w_t) at each of the row's tokens, 1 elsewhere: the geometric mean of its w.
+
+    The row's importance ratio is the product of all w_t, which grows or vanishes with its length; its |o|-th root is
+    biased and comparable between short rows and long ones, as GSPO (arXiv:2507.18071, section 4.1) argues for the loss.
+    """
+    mean = over.mean(_log_w(row), row.mask, dim=-1)
+    return capped_exp(torch.where(row.mask, mean, 0.0)).exp()
 
 
 def k1_divergence(log_w: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
@@ -257,7 +231,8 @@ def row_max(x: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, ""]
 
 
 EXAMPLES: dict[str, tuple[object, ...]] = {  # knobs as tests try them
-    **{"cap": (3.0,), "low": (0.0,), "high": (2.0,), "delta": (0.2,), "weight": (partial(truncated_weight, cap=3.0),)},
+    **{"cap": (3.0,), "low": (0.0,), "high": (2.0,), "delta": (0.2,), "ratio": (token_ratio, row_ratio)},
+    "weight": (partial(truncated_weight, ratio=token_ratio, cap=3.0),),
     "mask": (partial(off_policy_sequence_mask, delta=0.2),),
     "divergence": (k1_divergence, k2_divergence, k3_divergence),
     "reduction": (row_sum, row_mean, row_max),
@@ -266,24 +241,6 @@ EXAMPLES: dict[str, tuple[object, ...]] = {  # knobs as tests try them
 
 def _log_w(row: Batch) -> Float[Tensor, "T"]:
     return log_ratio(row.logp_old, row.logp_sampled, row.mask).detach()
-
-
-def _token(row: Batch) -> Float[Tensor, "T"]:
-    return capped_exp(_log_w(row)).exp()
-
-
-def _sequence(row: Batch) -> Float[Tensor, "T"]:
-    mean = over.mean(_log_w(row), row.mask, dim=-1)
-    return capped_exp(torch.where(row.mask, mean, 0.0)).exp()
-
-
-def _within(w: Float[Tensor, "T"], low: float, high: float) -> Float[Tensor, "T"]:
-    return torch.where((w >= low) & (w <= high), w, 0.0)
-
-
-def _check_cap(cap: float) -> None:
-    if not cap >= 1:
-        raise ValueError(f"cap: got {cap}, expected at least 1, or samples of the policy itself lose weight")
 
 
 def _check_range(low: float, high: float) -> None:

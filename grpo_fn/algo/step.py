@@ -189,11 +189,10 @@ def grpo_step(
             "logp_old": lambda: algo.old_logp(policy, groups.rollout),
             "logp_ref": lambda: policy.reference(groups.rollout),
             "energy": lambda: policy.energy(groups.rollout),
-            "logp_teacher": lambda: None if teacher is None else teacher(groups, scored.rows("logp_old")),
         }
         scored = ScoredStep(groups, passes, algo.needs, carried.gains, carried.steps, demonstrations)
         if teacher is not None:  # what it says is measured, whether or not something is learned from it
-            scored.results["logp_teacher"] = passes["logp_teacher"]()
+            scored.results["logp_teacher"] = teacher(groups, scored.rows("logp_old"))
         adv = token_advantages(scored, algo.credit)  # A
         # With dropout, the pass that trains says something else than one that does not.
         own_pass = algo.own_pass_suffices and "logp_old" not in scored.results and not policy.dropout
@@ -214,8 +213,7 @@ def grpo_step(
     figures |= metrics.step_metrics(batch, adv, groups, fresh, learned, scored)
     gains = carried.gains if algo.control is None else algo.control(carried.gains, figures)
     ratio = torch.cat([batch.adv.new_zeros(0), *(result.ratio for result in learned)])
-    experience = Experience(groups, adv, batch, ratio)
-    return experience, carried._replace(gains=gains, steps=carried.steps + 1), figures
+    return Experience(groups, adv, batch, ratio), carried._replace(gains=gains, steps=carried.steps + 1), figures
 
 
 def learning_rows(
@@ -246,8 +244,8 @@ def reweigh_terms(policy: Policy, terms: Sequence[Term], algo: Algorithm) -> lis
     if algo.reweighting is None:
         return [*terms]
     batch = terms[0].batch
-    logp = policy.logp(rows_as_rollout(batch))  # before the update, as a group is whole until it is dealt out
-    batch = reweigh_groups(batch, logp, len(batch.mask) // algo.group_size, algo.reweighting)
+    # Before the update, as a group is whole until it is dealt out.
+    batch = reweigh_groups(batch, policy.logp(rows_as_rollout(batch)), algo.group_size, algo.reweighting)
     return [terms[0]._replace(batch=batch), *terms[1:]]
 
 

@@ -465,19 +465,10 @@ def scatter_rows(
 
 
 def reweigh_groups(
-    batch: Batch, logp: Float[Tensor, "B T"], groups: int, reweighting: Callable[[Tensor, Batch], Tensor]
+    batch: Batch, logp: Float[Tensor, "B T"], group_size: int, reweighting: Callable[[Tensor, Batch], Tensor]
 ) -> Batch:
-    """The rows with the advantages that their groups have at an update.
-
-    Args:
-        batch: rows of whole groups, each field [B, T].
-        logp: log-probs under the policy at the update, [B, T], in nats.
-        groups: number of groups, P.
-        reweighting: of one group, (logp, rows) -> advantage, [G, T].
-
-    Returns:
-        The rows with other advantages.
-    """
+    """Rows of whole groups with the advantages that `reweighting`, (logp now, rows) -> [G T] of a group, gives them."""
+    groups = len(batch.mask) // group_size
     of_groups = tree_map_only(Tensor, lambda x: by_group(x, groups), batch)
     return batch._replace(adv=rearrange(vmap(reweighting)(by_group(logp, groups), of_groups), "p g t -> (p g) t"))
 

@@ -27,7 +27,16 @@ HELPERS = {
     objective: {"policy_objective", "objective_value", "with_teacher_divergence", "next_gains"},
     supervised: {"cross_entropy", "supervised_step", "learn_given"},
     distillation: {"in_part"},
-    corrections: {"k1_divergence", "k2_divergence", "k3_divergence", "row_sum", "row_mean", "row_max"},
+    corrections: {
+        "k1_divergence",
+        "k2_divergence",
+        "k3_divergence",
+        "row_sum",
+        "row_mean",
+        "row_max",
+        "token_ratio",
+        "row_ratio",
+    },
 }
 MODULES = list({kind[0]: None for kind in KINDS})
 each_module = pytest.mark.parametrize("module", MODULES, ids=[m.__name__ for m in MODULES])

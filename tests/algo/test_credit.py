@@ -335,7 +335,7 @@ def test_batch_scaled_divides_by_the_std_of_all_rewards_of_the_step(step, eps):
     close(got, plain / (std + eps) if std else torch.zeros_like(plain), tol=1e-7)
 
 
-WEIGHTS = st.sampled_from([None, partial(corrections.truncated_weight, cap=3.0)])
+WEIGHTS = st.sampled_from([None, partial(corrections.truncated_weight, ratio=corrections.token_ratio, cap=3.0)])
 
 
 @given(steps(), st.sampled_from([0.0, 0.3]), WEIGHTS)

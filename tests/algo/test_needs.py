@@ -247,7 +247,9 @@ def test_a_kl_of_coefficient_0_needs_no_reference():
 def test_needs_are_those_of_all_functions_at_any_depth():
     taught = partial(distillation.teacher_gap, credit=OUTCOME, share=None, coef=1.0)
     assert needs(taught) == {"logp_teacher", "groups"}
-    weighed = partial(POLICY, importance_correction=partial(corrections.truncated_weight, cap=2.0))
+    weighed = partial(
+        POLICY, importance_correction=partial(corrections.truncated_weight, ratio=corrections.token_ratio, cap=2.0)
+    )
     assert needs([taught, {"objective": weighed}, None, 3]) == {"logp_teacher", "groups", "trainer_logp"}
     assert needs(partial(credit.token_baseline, credit=taught, energy_weight=None)) == {
         *("energy", "logp_teacher", "groups"),

@@ -125,7 +125,12 @@ def test_rloo_with_the_kl_of_its_paper(seed, beta):
 @given(step=steps(st.integers(1, 3)), seed=st.integers(0, 2**32))
 def test_otb_with_importance_weights(step, seed, cap):
     """Also over micro-batches, as credit is the step's before rows are dealt out."""
-    more = {"credit": partial(preset("otb").credit, energy_weight=partial(corrections.truncated_weight, cap=cap))}
+    more = {
+        "credit": partial(
+            preset("otb").credit,
+            energy_weight=partial(corrections.truncated_weight, ratio=corrections.token_ratio, cap=cap),
+        )
+    }
     agree(preset("otb"), partial(reference.otb, cap=cap), step, **more)
     whole = agree(preset("otb"), partial(reference.otb, cap=cap), rich_step(seed, 3), **more)
     dealt = learn(preset("otb"), rich_step(seed, 3), micro_tokens=7, devices=2, **more)

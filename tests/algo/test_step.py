@@ -328,7 +328,9 @@ def own_forward_pass(policy: TablePolicy, rollout: Rollout) -> Tensor:
 
 
 @pytest.mark.parametrize("reference", [None, torch.linspace(-1, 1, WORDS)])
-@pytest.mark.parametrize("correct", [None, partial(corrections.truncated_weight, cap=1.1)])
+@pytest.mark.parametrize(
+    "correct", [None, partial(corrections.truncated_weight, ratio=corrections.token_ratio, cap=1.1)]
+)
 @COSTLY
 @given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80))
 def test_one_update_has_the_bits_of_a_pass_before_it(reference, correct, seed, micro_tokens):
@@ -723,7 +725,7 @@ def with_correction(correct, **changes) -> Algorithm:
 @given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80))
 def test_a_step_on_anothers_samples_climbs_the_weighed_gradient(seed, micro_tokens):
     policy, sampler = stale(micro_tokens=micro_tokens)
-    how = with_correction(partial(corrections.truncated_weight, cap=1.2))
+    how = with_correction(partial(corrections.truncated_weight, ratio=corrections.token_ratio, cap=1.2))
     experience, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
     rollout = experience.groups.rollout
     w = torch.zeros(rollout.mask.shape, dtype=torch.float64)
@@ -736,7 +738,11 @@ def test_a_step_on_anothers_samples_climbs_the_weighed_gradient(seed, micro_toke
 
 def test_what_a_mask_takes_away_is_counted_and_the_denominators_stay():
     policy, sampler = stale()
-    experience, figures = step(policy, sampler, with_correction(partial(corrections.masked_weight, low=0.9, high=1.2)))
+    experience, figures = step(
+        policy,
+        sampler,
+        with_correction(partial(corrections.masked_weight, ratio=corrections.token_ratio, low=0.9, high=1.2)),
+    )
     rollout = experience.groups.rollout
     w = apart(rollout).exp()
     kept = (w >= 0.9) & (w <= 1.2)

@@ -65,8 +65,14 @@ KINDS = [
         corrections,
         ("logp", "row"),
         {
-            *("truncated_weight", "masked_weight", "sequence_truncated_weight"),
-            *("sequence_masked_weight", "off_policy_sequence_mask", "weight_and_mask", "rejected_row", "outlier_row"),
+            *(
+                "truncated_weight",
+                "masked_weight",
+                "off_policy_sequence_mask",
+                "weight_and_mask",
+                "rejected_row",
+                "outlier_row",
+            ),
         },
     ),
     (supervised, ("logp", "row"), {"uncertain_tokens"}),
@@ -102,6 +108,7 @@ KNOWN_PRESETS = {
 }
 # Losses whose trust region is around the sampler, whatever logp_old is.
 AROUND_THE_SAMPLER = {"dppo_tv", "masked_ratio", "vespo", "dppo_kl", "masked_reinforce"}
+TRUNCATED = partial(corrections.truncated_weight, ratio=corrections.token_ratio, cap=3.0)
 # Values of a knob that its module says nothing about; a function is tested at every combination of its knobs' values.
 BY_ANNOTATION: dict[object, tuple] = {
     float: (0.25, 1.0),
@@ -111,8 +118,8 @@ BY_ANNOTATION: dict[object, tuple] = {
     credit.Credit: (partial(credit.reward_to_go, beta=0.3),),
     credit.Credit | None: (None, partial(credit.reward_to_go, beta=0.3)),
     distillation.Share | None: (None,),
-    Callable[[torch.Tensor, Batch], torch.Tensor] | None: (None, partial(corrections.truncated_weight, cap=3.0)),
-    corrections.Correction: (partial(corrections.truncated_weight, cap=3.0),),
+    Callable[[torch.Tensor, Batch], torch.Tensor] | None: (None, TRUNCATED),
+    corrections.Correction: (TRUNCATED,),
     Mapping[str, float]: ({"correct": 1.0, "boxed": 0.5},),
 }
 

@@ -36,7 +36,7 @@ def experience(how: Algorithm, taken: Step) -> tuple[Experience, Scores]:
     batch = learning_rows(scored, adv, how, own_pass=False, key=KEY)
     logp = torch.where(batch.mask, taken.logp, 0.0)
     if how.reweighting is not None:
-        batch = reweigh_groups(batch, logp, len(adv), how.reweighting)
+        batch = reweigh_groups(batch, logp, adv.shape[1], how.reweighting)
     return Experience(taken.groups, adv, batch), Scores(logp, -logp)
 
 

@@ -186,7 +186,8 @@ def test_a_function_that_compares_the_sampler_with_itself_is_refused() -> None:
         else:
             refuse(corrected, REFUSED_TO_CORRECT)
     check(of_objective(importance_correction=None))
-    weighed = with_knobs(preset("otb").credit, energy_weight=partial(corrections.truncated_weight, cap=2.0))
+    truncated = partial(corrections.truncated_weight, ratio=corrections.token_ratio, cap=2.0)
+    weighed = with_knobs(preset("otb").credit, energy_weight=truncated)
     furthest = partial(masking.second_moment_tokens, limit=0.04)
     for compared in (algorithm(token_mask=furthest), algorithm("otb", credit=weighed)):
         refuse(compared, REFUSED_TO_CORRECT)

@@ -89,7 +89,8 @@ def nemo_correction(key: Reader, draft: Draft) -> None:
     if kind == "seq-mask-tis":
         if not low <= 1 <= high:
             raise ValueError(f"{TIS}ratio: got {low:g} to {high:g}, expected 1 within")
-        mask, high = draft.bind("corrections.sequence_masked_weight", low=low, high=high), LARGEST
+        mask = draft.bind("corrections.masked_weight", ratio="@corrections.row_ratio", low=low, high=high)
+        high = LARGEST
     name, low = ("masked_weight", low) if kind == "icepop" else ("truncated_weight", 0.0)
     correct(draft, bounded(draft, name, low, high, f"{TIS}ratio", sequence=sequence), mask)
 

@@ -254,8 +254,9 @@ def bounded(draft: Draft, kind: str, low: float, high: float, name: str, *, sequ
             f"{high:g} bounds exp of the sum of a row's log-ratios there, of their mean here: that lies near 1, and so "
             "should the bound",
         )
+    ratio = {"ratio": "@corrections.row_ratio" if sequence else "@corrections.token_ratio"}
     knobs = {"cap": high} if kind == "truncated_weight" else {"low": low, "high": high}
-    return draft.bind(f"corrections.sequence_{kind}" if sequence else f"corrections.{kind}", **knobs)
+    return draft.bind(f"corrections.{kind}", **ratio, **knobs)
 
 
 def correct(draft: Draft, weight: str | None, mask: str | None) -> None:

@@ -221,18 +221,19 @@ def token_losses() -> dict[str, Estimator]:
 
 def importance_corrections() -> dict[str, Estimator]:
     """Bounds that leave out some of this world's rows; published ones are wider."""
-    ratio, bounds = partial(corrections.truncated_weight, cap=math.inf), {"low": 0.5, "high": 2.0}
-    near = partial(corrections.sequence_masked_weight, **bounds)
+    truncated, bounds = partial(corrections.truncated_weight, ratio=corrections.token_ratio), {"low": 0.5, "high": 2.0}
+    near = partial(corrections.masked_weight, ratio=corrections.row_ratio, **bounds)
+    whole = partial(truncated, cap=math.inf)
     found = {
         "`None`": None,
-        "`truncated_weight` without a cap": ratio,
-        "`truncated_weight` 2": partial(corrections.truncated_weight, cap=2.0),
-        "`masked_weight` 0.5, 2": partial(corrections.masked_weight, **bounds),
-        "`sequence_truncated_weight` 2": partial(corrections.sequence_truncated_weight, cap=2.0),
-        "`sequence_masked_weight` 0.5, 2": near,
+        "`truncated_weight` without a cap": whole,
+        "`truncated_weight` 2": partial(truncated, cap=2.0),
+        "`masked_weight` 0.5, 2": partial(near, ratio=corrections.token_ratio),
+        "`truncated_weight` of `row_ratio` 2": partial(truncated, ratio=corrections.row_ratio, cap=2.0),
+        "`masked_weight` of `row_ratio` 0.5, 2": near,
         "`off_policy_sequence_mask` 0.1": partial(corrections.off_policy_sequence_mask, delta=0.1),
-        "`weight_and_mask` of `truncated_weight` and `sequence_masked_weight` 0.5, 2": partial(
-            corrections.weight_and_mask, weight=ratio, mask=near
+        "`weight_and_mask` of `truncated_weight` and `masked_weight` of `row_ratio` 0.5, 2": partial(
+            corrections.weight_and_mask, weight=whole, mask=near
         ),
     }
     return {name: Estimator(loss=corrected(f), together=False) for name, f in found.items()}

@@ -34,7 +34,7 @@ EXAMPLES = settings.default.max_examples
 def composed(loss: str, penalty: str, weigh: str) -> partial:
     """The objective of these three with a KL penalty and an entropy bonus."""
     three = {"token_loss": LOSSES[loss], "kl": KLS[penalty], "loss_aggregation": WEIGHTS[weigh]}
-    correct = partial(corrections.truncated_weight, cap=2.0)
+    correct = partial(corrections.truncated_weight, ratio=corrections.token_ratio, cap=2.0)
     return partial(objective.policy_objective, **three, importance_correction=correct, beta=0.1, entropy_bonus=0.01)
 
 
