@@ -40,14 +40,6 @@ def test_constant_length_does_not_look_at_lengths(mask, length):
     torch.testing.assert_close(w, mask.double() / max(1, rows * length))
 
 
-def test_golden_weights():
-    """Two rows of 1 and 3 tokens; at most 4 are allowed."""
-    mask = torch.tensor([[False, True, False, False], [False, True, True, True]])
-    assert weights(objective.token_mean, mask)[mask].tolist() == [1 / 4] * 4
-    torch.testing.assert_close(weights(objective.sequence_mean, mask)[mask].tolist(), [1 / 2] + [1 / 6] * 3)
-    assert weights(partial(objective.constant_length, max_length=4), mask)[mask].tolist() == [1 / 8] * 4
-
-
 def test_over_samples_a_row_that_is_left_out_still_counts():
     """Two rows of 1 and 3 tokens and two of which nothing is left: 4 samples."""
     rows = torch.tensor([[False, True, False, False], [False, True, True, True]])
@@ -56,17 +48,6 @@ def test_over_samples_a_row_that_is_left_out_still_counts():
     torch.testing.assert_close(over[mask].tolist(), [1 / 4] + [1 / 12] * 3)
     assert weights(partial(objective.constant_length_over_samples, max_length=4), mask)[mask].tolist() == [1 / 16] * 4
     torch.testing.assert_close(2 * over, weights(objective.sequence_mean, mask))
-
-
-@given(MASKS)
-def test_where_every_row_has_tokens_samples_are_rows(mask):
-    mask = torch.cat([torch.ones_like(mask[:, :1]), mask], 1)
-    pairs = [
-        (objective.sequence_mean, objective.sequence_mean_over_samples),
-        [partial(f, max_length=7) for f in (objective.constant_length, objective.constant_length_over_samples)],
-    ]
-    for plain, over in pairs:
-        assert torch.equal(weights(plain, mask), weights(over, mask))
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.data())
@@ -82,10 +63,3 @@ def test_prompt_mean_gives_every_prompt_the_same_weight_and_its_tokens_each_alik
         for b, t in tokens:
             expected[b, t] = 1 / len(tokens) / len(filled)
     torch.testing.assert_close(weights(objective.prompt_mean, mask, prompts), expected)
-
-
-@given(MASKS)
-def test_prompt_mean_of_one_prompt_is_token_mean_and_of_groups_of_one_sequence_mean(mask):
-    torch.testing.assert_close(weights(objective.prompt_mean, mask), weights(objective.token_mean, mask))
-    alone = weights(objective.prompt_mean, mask, len(mask))
-    torch.testing.assert_close(alone, weights(objective.sequence_mean, mask))

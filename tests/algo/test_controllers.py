@@ -2,21 +2,13 @@
 
 import hypothesis.strategies as st
 import pytest
-from catalogue import bound, each
 from hypothesis import given
 
 from grpo_fn.algo import objective
 from grpo_fn.core.types import Gains
 
-ALL = bound(objective, "gain", "measured")
 gains = st.floats(0.0, 2.0)  # what the example of `highest` allows
 positive = st.floats(1e-3, 10.0)
-
-
-@each(ALL)
-@given(gains, st.floats(0.0, 1e3))
-def test_a_gain_stays_finite_and_is_never_a_reward_for_the_other_side(f, gain, measured):
-    assert 0 <= f(gain, measured) < float("inf")
 
 
 @given(positive, positive, st.floats(0.0, 1e3), st.floats(0.0, 1.0), st.floats(0.0, 0.9))
@@ -24,22 +16,6 @@ def test_adaptive_kl_as_published(gain, target, measured, rate, limit):
     error = max(-limit, min(limit, (measured - target) / target))
     expected = gain * (1 + rate * error)
     assert objective.adaptive_kl(gain, measured, target=target, rate=rate, limit=limit) == pytest.approx(expected)
-
-
-@given(positive, positive, positive)
-def test_more_kl_than_expected_raises_the_price_and_less_lowers_it(gain, target, measured):
-    after = objective.adaptive_kl(gain, measured, target=target, rate=0.1, limit=0.2)
-    assert (after > gain) == (measured > target)
-    assert (after < gain) == (measured < target)
-    assert abs(after / gain - 1) <= 0.02 + 1e-12
-
-
-def test_a_kl_that_answers_to_its_price_reaches_the_target():
-    """KL = 0.1 / gain, so the gain that is expected for 0.02 is 5."""
-    gain = 1.0
-    for _ in range(500):
-        gain = objective.adaptive_kl(gain, 0.1 / gain, target=0.02, rate=0.1, limit=0.2)
-    assert gain == pytest.approx(5.0, rel=1e-3)
 
 
 @given(gains, positive, positive)

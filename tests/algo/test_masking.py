@@ -5,7 +5,7 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import GARBAGE, batches, with_garbage, with_padding
+from batches import GARBAGE, batches, with_garbage
 from catalogue import bound, each
 from hypothesis import given, settings
 from torch import Tensor
@@ -58,15 +58,6 @@ def test_only_sampled_tokens_are_marked_and_only_they_have_a_say(f, step, garbag
 
 @each(ALL)
 @COSTLY
-@given(steps(), st.integers(1, 3))
-def test_padding_columns_change_nothing(f, step, extra):
-    batch, key = step
-    selected = f(with_padding(batch.logp_old, batch, extra)[1], key)
-    assert torch.equal(selected[:, :-extra], f(batch, key))
-
-
-@each(ALL)
-@COSTLY
 @given(steps(), st.randoms(use_true_random=False))
 def test_a_row_keeps_its_marks_wherever_it_stands(f, step, random):
     """In eighths of a nat, whose sums are exact: otherwise the order of a sum could decide by an ulp."""
@@ -113,14 +104,6 @@ def test_clip_cov_draws_evenly_and_by_the_key_alone():
     assert (counts - times / 4).abs().max() < 5 * 19.4
 
 
-def test_equal_covariances_are_decided_by_the_key():
-    """All tokens alike: which of them are selected is a draw, not the order of the rows."""
-    batch = wide(4, 10, 0)._replace(adv=torch.zeros(4, 10, dtype=torch.float64))
-    one, other = (masking.kl_cov_tokens(batch, keys(4, seed), share=0.25) for seed in (1, 2))
-    assert int(one.sum()) == int(other.sum()) == 10
-    assert not torch.equal(one, other)
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.5])
 def test_a_share_that_is_none_is_refused(share):
     with pytest.raises(ValueError, match=f"share: got {share}, expected 0 to 1"):
@@ -151,8 +134,3 @@ def apart(log_w: list[float]) -> Batch:
 def test_as_few_tokens_are_left_out_as_bring_the_second_moment_below_its_limit(log_w, limit, selected):
     found = masking.second_moment_tokens(apart(log_w), keys(1), limit=limit)
     assert found[0].nonzero()[:, 0].tolist() == selected
-
-
-def test_a_limit_that_leaves_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"limit: got 0\.0, expected more than 0"):
-        masking.second_moment_tokens(apart([0.0]), keys(1), limit=0.0)

@@ -114,20 +114,6 @@ def test_a_credit_that_reads_what_it_does_not_declare_is_refused(name):
     refused(replace(PLAIN, credit=credit_of(name, declared=False)), name)
 
 
-@pytest.mark.parametrize(("name", "attribute"), [("logp_ref", "drift"), ("logp_teacher", "teacher_gap")])
-def test_a_difference_of_log_probs_is_read_as_they_are(name, attribute):
-    def custom(scored: ScoredStep) -> Tensor:
-        return torch.where(scored.mask, getattr(scored, attribute), 0.0)
-
-    refused(replace(PLAIN, credit=custom), name)
-
-
-def test_what_a_wrapped_credit_declares_is_declared_by_the_one_around_it():
-    around = partial(credit.token_whitened, credit=credit_of("logp_ref", declared=True), eps=1e-4)
-    run(replace(PLAIN, credit=around))
-    refused(replace(PLAIN, credit=partial(around, credit=credit_of("logp_ref", declared=False))), "logp_ref")
-
-
 # -- a token loss, a KL, an objective
 
 
@@ -150,29 +136,6 @@ def test_a_loss_that_reads_what_it_does_not_declare_is_refused_before_an_update(
     policy, _, _ = run(replace(PLAIN, objective=partial(POLICY, **{part: own}, **knobs)))
     assert not policy.table.isnan().any()
     refused(replace(PLAIN, objective=partial(POLICY, **{part: declaration_error}, **knobs)), name)
-
-
-def test_a_loss_that_reads_two_undeclared_policies_is_refused_for_the_first():
-    def custom(logp: Tensor, row: Batch) -> Tensor:
-        return torch.where(row.mask, logp - row.logp_ref - row.logp_teacher, 0.0)
-
-    refused(replace(PLAIN, objective=partial(POLICY, token_loss=custom)), "logp_ref")
-    custom.NEEDS = frozenset({"logp_ref"})
-    refused(replace(PLAIN, objective=partial(POLICY, token_loss=custom)), "logp_teacher")
-    custom.NEEDS = frozenset({"logp_ref", "logp_teacher"})
-    run(replace(PLAIN, objective=partial(POLICY, token_loss=custom)))
-
-
-@pytest.mark.parametrize("name", ["logp_ref", "logp_teacher"])
-def test_an_objective_that_reads_what_it_does_not_declare_is_refused_before_an_update(name):
-    def custom(scores, batch, totals, gains) -> Tensor:
-        return (torch.where(batch.mask, scores.logp - getattr(batch, name), 0.0) ** 2).sum() / totals.tokens
-
-    refused(replace(PLAIN, objective=custom), name)
-    custom.NEEDS = frozenset({name})
-    policy, _, _ = run(replace(PLAIN, objective=custom))
-    target = torch.zeros(WORDS) if name == "logp_ref" else TEACHER
-    assert (policy.table - target).norm() != (TABLE - target).norm()
 
 
 READS = {  # ways to read log-probs x of the shape of logp, whose value may not even show
@@ -272,15 +235,6 @@ def test_a_token_loss_may_return_the_loss_alone_and_the_step_has_its_figures():
     assert figures["loss/correction_mean"] == 1.0
     assert {"loss/approx_kl", "loss/entropy", "loss/ratio_mean", "loss/ratio_max"} <= figures.keys()
     assert len(experience.ratio) == 2 * int(experience.batch.mask.sum())
-
-
-def test_the_diagnostics_of_a_token_loss_go_before_the_defaults():
-    def custom(logp: Tensor, row: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        ones = torch.ones_like(logp)
-        return torch.where(row.mask, -row.adv * logp, 0.0), {"ratio": 3 * ones, "clip_low": ones, "clip_high": 0 * ones}
-
-    _, _, figures = run(replace(PLAIN, objective=partial(POLICY, token_loss=custom)))
-    assert (figures["loss/ratio_mean"], figures["loss/clip_low"], figures["loss/clip_high"]) == (3.0, 1.0, 0.0)
 
 
 def test_a_teacher_that_nothing_reads_is_measured_and_not_learned_from():

@@ -6,50 +6,16 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import GARBAGE, UNMOVED, batches, one_row, scores, totals
-from catalogue import AROUND_THE_SAMPLER, all_corrections, bound, token_losses
+from batches import UNMOVED, batches, one_row, scores, totals
 from hypothesis import given
-from torch.func import grad_and_value, vmap
+from objectives import KLS, LOSSES, WEIGHTS, composed, objectives, signal_of, signals
+from torch.func import vmap
 
 from grpo_fn.algo import losses, objective
 from grpo_fn.core.batch import tokens_of_group
-from grpo_fn.core.types import Batch, Gains, Scores
+from grpo_fn.core.types import Batch, Gains
 
-LOSSES = token_losses()
-CORRECTIONS = {"None": None, **all_corrections()}
-KLS = bound(objective, "logp", "row")
-WEIGHTS = bound(objective, "batch", "totals")
 DIAGNOSTICS = {"ratio", "clip_low", "clip_high"}
-
-
-def composed(loss: str, c: str, k: str, w: str, beta: float, bonus: float) -> partial:
-    return partial(
-        objective.policy_objective,
-        token_loss=LOSSES[loss],
-        importance_correction=CORRECTIONS[c],
-        kl=KLS[k],
-        loss_aggregation=WEIGHTS[w],
-        beta=beta,
-        entropy_bonus=bonus,
-    )
-
-
-coefficients = st.sampled_from([0.0, 0.04, 1.0])
-objectives = st.builds(
-    composed, *(st.sampled_from(sorted(x)) for x in (LOSSES, CORRECTIONS, KLS, WEIGHTS)), coefficients, coefficients
-)
-
-
-def signals(f, logp, batch, denominators=None, gains=UNMOVED) -> tuple[Scores, tuple]:
-    """The learning signal; the objective's value and the diagnostics."""
-    bound_to = partial(f, batch=batch, totals=denominators or totals(batch), gains=gains)
-    return grad_and_value(bound_to, has_aux=True)(scores(logp))
-
-
-def learn(f, logp, batch, denominators=None):
-    """The learning signal on logp, the objective's value, the diagnostics."""
-    signal, (value, aux) = signals(f, logp, batch, denominators)
-    return signal.logp, value, aux
 
 
 def exactly(got, expected):
@@ -69,23 +35,7 @@ def test_the_objective_is_a_sum_over_rows_also_when_b_equals_t(f, data):
         token = token + f.keywords["beta"] * f.keywords["kl"](x, row)
         token = token - f.keywords["entropy_bonus"] * torch.where(row.mask, scores(x).entropy, 0.0)
         expected += sum((w * t).item() for w, t in zip(weight[b], token, strict=True))
-    assert learn(f, logp, batch)[1].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
-
-
-@given(objectives, batches(), st.sampled_from(GARBAGE))
-def test_without_beta_the_reference_may_hold_anything(f, data, garbage):
-    f = partial(f, beta=0.0)
-    logp, batch = data
-    signal, value, _ = learn(f, logp, batch)
-    blind, same, _ = learn(f, logp, batch._replace(logp_ref=torch.full_like(logp, garbage)))
-    assert torch.equal(blind, signal)
-    assert torch.equal(same, value)
-
-
-@given(objectives, batches())
-def test_without_a_bonus_entropy_is_not_optimised(f, data):
-    signal, _ = signals(partial(f, entropy_bonus=0.0), *data)
-    assert (signal.entropy == 0).all()
+    assert signal_of(f, logp, batch)[1].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @given(objectives, batches(), st.floats(0.01, 2), st.floats(0.01, 3))
@@ -151,42 +101,6 @@ def silent(logp, row):
     return nothing, dict.fromkeys(("ratio", "clip_low", "clip_high"), nothing)
 
 
-@given(objectives, batches(drift=3.0), st.sampled_from(GARBAGE))
-def test_without_a_correction_nothing_asks_the_sampler_unless_the_loss_does(f, data, garbage):
-    if f.keywords["token_loss"].func.__name__ in AROUND_THE_SAMPLER:
-        return
-    f = partial(f, importance_correction=None)
-    logp, batch = data
-    blind = learn(f, logp, batch._replace(logp_sampled=torch.full_like(logp, garbage)))
-    assert all(torch.equal(a, b) for a, b in zip(blind[:2], learn(f, logp, batch)[:2], strict=True))
-
-
-@given(objectives, batches())
-def test_without_a_correction_the_bits_are_those_of_a_weight_of_one(f, data):
-    none, one = (signals(partial(f, importance_correction=c), *data) for c in (None, ones))
-    assert torch.equal(none[0].logp, one[0].logp)
-    assert torch.equal(none[0].entropy, one[0].entropy)
-    assert torch.equal(none[1][0], one[1][0])
-
-
-def ones(logp, row):
-    """The sampler is taken for pi_old."""
-    return torch.ones_like(logp)
-
-
-@given(objectives, batches())
-def test_a_token_loss_may_return_the_loss_alone(f, data):
-    loss = f.keywords["token_loss"]
-    bare = partial(f, token_loss=lambda logp, row: loss(logp, row)[0], importance_correction=None)
-    (got, (value, aux)), (expected, (same, _)) = (
-        signals(bare, *data),
-        signals(partial(f, importance_correction=None), *data),
-    )
-    assert torch.equal(got.logp, expected.logp)
-    assert torch.equal(value, same)
-    assert aux == {}
-
-
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
@@ -226,7 +140,7 @@ def test_grpo_golden_step():
         beta=0.04,
         entropy_bonus=0.0,
     )
-    signal, value, aux = learn(f, logp, batch)
+    signal, value, aux = signal_of(f, logp, batch)
     penalty = 0.5 - math.log(0.5) - 1
     exactly(value.item(), (((-1.2 - 0.9) / 2) + 0.8) / 2 + 0.04 * penalty)
     exactly(signal, torch.tensor([[0.0 + 0.02, -0.9 + 0.02], [2 * 0.02, 0.0]], dtype=torch.float64) / 4)

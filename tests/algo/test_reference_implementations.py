@@ -71,15 +71,6 @@ def agree(how: Algorithm, loop: Callable, step: Step, **more: object) -> Learned
     return got
 
 
-def test_there_are_presets():
-    assert set(LOOPED) >= KNOWN_PRESETS
-
-
-def test_a_preset_without_a_scalar_loop_is_named():
-    with pytest.raises(LookupError, match=r"got no scalar loop of gin/algo/novel\.gin, expected novel in"):
-        loop_of("novel")
-
-
 @pytest.mark.parametrize("name", LOOPED)
 @SOME
 @given(step=steps(st.integers(1, 3)))
@@ -147,15 +138,3 @@ def test_rlsd_after_some_steps_of_its_schedule(taken):
     whole = agree(preset("rlsd"), partial(reference.rlsd, lam=lam), rich_step(1, 3), **more)
     dealt = learn(preset("rlsd"), rich_step(1, 3), micro_tokens=7, devices=2, **more)
     torch.testing.assert_close(dealt.signals, whole.signals, rtol=1e-12, atol=1e-12)
-
-
-@given(st.floats(0.1, 3), st.floats(0.1, 3))
-def test_the_loops_differentiate_as_differences_do(x, y):
-    def every_operation(a: reference.Dual, b: reference.Dual) -> reference.Dual:
-        smooth = reference.exp(a - 2.0) * b + reference.sigmoid(-a) / 3 - (b**-1.5) * (1.0 - a)
-        return smooth + reference.magnitude(a - 3.5) * reference.clip(b, -9, 9) + reference.smaller(a, b + 9.0) * 0.5
-
-    both = every_operation(reference.Dual(x, {"x": 1.0}), reference.Dual(y, {"y": 1.0}))
-    for name, (dx, dy) in {"x": (1e-6, 0.0), "y": (0.0, 1e-6)}.items():
-        up, down = (every_operation(reference.Dual(x + s * dx), reference.Dual(y + s * dy)).x for s in (1, -1))
-        assert both.slope[name] == pytest.approx((up - down) / 2e-6, rel=1e-6, abs=1e-6)

@@ -19,13 +19,11 @@ from grpo_fn.algo import objective, supervised
 from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.credit import ScoredStep
 from grpo_fn.core.batch import given_batch, observed_tokens, outcome_reward
-from grpo_fn.core.partials import needs
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Rollout
 from grpo_fn.testing.steps import scored_step
 
 TOKEN_WEIGHTS = {"None": None, **bound(supervised, "logp", "row")}
-SHARES = bound(supervised, "steps")
 AGGREGATIONS = bound(objective, "batch", "totals")
 FEW = settings(max_examples=max(3, settings.default.max_examples // 6))
 PLAIN = partial(supervised.cross_entropy, token_weight=None, loss_aggregation=objective.token_mean)
@@ -95,27 +93,6 @@ def test_padding_and_garbage_behind_the_mask_change_nothing(f, data, extra, garb
     assert torch.equal(dirty, signal)
     assert torch.equal(same, value)
     assert not signal[~data[1].mask].any()
-
-
-@given(batches(), st.sampled_from(sorted(AGGREGATIONS)))
-def test_without_a_token_weight_the_bits_are_those_of_a_weight_of_one(data, weigh):
-    ones = partial(composed("None", weigh), token_weight=lambda logp, row: row.mask.to(logp.dtype))
-    for got, expected in zip(signal_of(composed("None", weigh), *data), signal_of(ones, *data), strict=True):
-        assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("phi", [f for f in TOKEN_WEIGHTS.values() if f is not None])
-@given(batches())
-def test_a_token_weight_is_between_0_and_1_and_0_behind_the_mask(phi, data):
-    logp, batch = data
-    weight = torch.func.vmap(phi)(logp, batch)
-    assert ((weight >= 0) & (weight <= 1)).all()
-    assert not weight[~batch.mask].any()
-
-
-@pytest.mark.parametrize("share", SHARES.values(), ids=list(SHARES))
-def test_a_share_is_between_0_and_1(share):
-    assert all(0 <= share(step) <= 1 for step in range(12))
 
 
 @given(st.integers(0, 5), st.integers(0, 9))
@@ -201,19 +178,6 @@ def test_chord_is_the_sum_of_its_parts_each_over_its_own_tokens(seed, prompts, r
 
 
 @FEW
-@given(SEEDS, st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
-def test_rows_added_to_one_term_dilute_no_other(seed, prompts, rows, more):
-    fewer, larger, longer = (
-        Mixed(seed, prompts, rows),
-        Mixed(seed, prompts, rows + more),
-        Mixed(seed, prompts + more, rows),
-    )
-    ((few,), _), ((many,), _), ((long,), _) = (each.learn(0.5) for each in (fewer, larger, longer))
-    exactly(many[: fewer.sampled], few[: fewer.sampled])
-    exactly(long[longer.sampled :], few[fewer.sampled :])
-
-
-@FEW
 @given(SEEDS, st.integers(1, 2), st.integers(1, 2), st.integers(1, 2), st.integers(1, 60), st.integers(1, 3))
 def test_micro_batches_of_a_mixture_add_up(seed, prompts, rows, minibatches, micro_tokens, devices):
     mixed = Mixed(seed, prompts * minibatches, rows * minibatches)
@@ -274,11 +238,6 @@ def test_a_share_beyond_0_and_1_is_refused(mu):
         supervised.demonstrations(scored, objective=PLAIN, share=partial(supervised.constant_share, mu=mu))
 
 
-def test_terms_declare_what_the_run_has_to_provide():
-    terms = [partial(supervised.demonstrations, share=float), partial(supervised.observations, coef=1.0)]
-    assert [needs(partial(term, objective=PLAIN)) for term in terms] == [{"demonstrations"}, {"episodes"}]
-
-
 # -- observations beside sampled rows: ECHO, arXiv:2605.24517
 
 COEF = 0.1
@@ -308,13 +267,6 @@ def test_observations_add_their_cross_entropy_and_leave_sampled_tokens_alone(ste
     for b, t in places:
         expected[0, b, t] -= COEF / len(places)
     torch.testing.assert_close(observing(step), expected, rtol=1e-12, atol=1e-12)
-
-
-@FEW
-@given(steps(st.just(2)), st.integers(1, 20), st.sampled_from([1, 2]))
-def test_micro_batches_of_observations_add_up(step: Step, micro_tokens: int, minibatches: int):
-    parts = observing(step, minibatches=minibatches, micro_tokens=micro_tokens)
-    torch.testing.assert_close(parts, observing(step, minibatches=minibatches), rtol=1e-12, atol=1e-12)
 
 
 @given(steps(st.integers(1, 2)))
@@ -377,12 +329,3 @@ def test_a_supervised_step_reads_the_next_demonstrations_and_samples_nothing():
     assert len(policy.signals) == 4  # two minibatches a step
     for signal in policy.signals:
         assert signal.sum() == pytest.approx(-1.0)  # each is a mean over its own tokens
-
-
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [({"epochs": 0}, "epochs: got 0"), ({"prompts": 3, "minibatches": 2}, "prompts 3 do not split into 2 minibatches")],
-)
-def test_numbers_of_a_stage_that_do_not_fit_are_refused(numbers, message):
-    with pytest.raises(ValueError, match=message):
-        supervised.Stage(objective=PLAIN, **{"prompts": 4, **numbers})

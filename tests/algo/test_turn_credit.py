@@ -10,7 +10,7 @@ from strategies import masks, tensors
 from torch import Tensor
 
 from grpo_fn.algo import advantage, credit
-from grpo_fn.core.batch import concat_rewards, outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Reward
 from grpo_fn.testing.steps import scored_step
 
@@ -119,53 +119,6 @@ def test_rows_without_turns_are_credited_with_their_outcome(compare, step, gamma
     knobs = {"advantage": compare, "gamma": gamma, "state_weight": 1.0}
     assert torch.equal(by_turn, outcome)
     torch.testing.assert_close(credit.group_in_group(plain, **knobs), 2 * outcome)
-
-
-@given(episodes())
-def test_the_last_reward_alone_undiscounted_is_credited_to_every_turn(step):
-    """As the outcome is, where all samples take as many turns."""
-    reward, _ = step
-    most = reward.turns.shape[-1]
-    last = torch.zeros_like(reward.turns)
-    last[..., -1] = reward.value
-    whole = reward._replace(turns=last, states=torch.zeros_like(reward.states))
-    full = torch.zeros(*reward.value.shape, 2 * most, dtype=torch.bool)
-    full[..., 1::2] = True
-    scored = scored_step(whole, full)
-    by_turn = credit.turn_returns(scored, advantage=advantage.mean_centered, gamma=1.0)
-    outcome = credit.outcome(scored, advantage=advantage.mean_centered)
-    torch.testing.assert_close(by_turn, outcome)
-
-
-@each_advantage
-@given(episodes(), st.permutations(range(3)))
-def test_numbers_of_states_are_names(compare, step, names):
-    reward, mask = step
-    renamed = torch.where(reward.states >= 0, torch.tensor(names)[reward.states.clamp(min=0)] + 7, -1)
-    knobs = {"advantage": compare, "gamma": 0.95, "state_weight": 1.0}
-    expected = credit.group_in_group(scored_step(reward, mask), **knobs)
-    got = credit.group_in_group(scored_step(reward._replace(states=renamed), mask), **knobs)
-    assert torch.equal(got, expected)
-
-
-@each_advantage
-@given(episodes(), episodes())
-def test_groups_put_together_are_credited_as_by_themselves(compare, one, other):
-    """Whatever the most turns of each are: dynamic sampling joins groups of several batches."""
-    size = min(one[1].shape[1], other[1].shape[1])
-    parts = [
-        (r._replace(**{f: getattr(r, f)[:, :size] for f in ("value", "valid", "turns", "states")}), m[:, :size])
-        for r, m in (one, other)
-    ]
-    width = max(m.shape[-1] for _, m in parts)
-    wide = [torch.nn.functional.pad(m, (0, width - m.shape[-1])) for _, m in parts]
-    together = concat_rewards([r for r, _ in parts])
-    for f in (
-        partial(credit.turn_returns, advantage=compare, gamma=0.5),
-        partial(credit.group_in_group, advantage=compare, gamma=0.5, state_weight=1.0),
-    ):
-        apart = torch.cat([f(scored_step(r, m)) for (r, _), m in zip(parts, wide, strict=True)])
-        torch.testing.assert_close(f(scored_step(together, torch.cat(wide))), apart, rtol=1e-9, atol=1e-9)
 
 
 def test_many_turns_are_compared_in_pieces(monkeypatch):

@@ -57,28 +57,6 @@ def test_a_micro_batch_holds_its_rows_up_to_the_last_sampled_token(drawn, budget
 
 
 @given(batches(), budgets)
-def test_dealt_out_one_by_one_a_micro_batch_fits_every_device_or_is_one_row_there(drawn, budget):
-    micro_tokens, devices = budget
-    for micro in split(drawn[1], micro_tokens, devices):
-        shares = [micro.tokens[device::devices] for device in range(devices)]
-        assert all(share.numel() <= micro_tokens or len(share) == 1 for share in shares)
-
-
-@given(batches(), st.integers(1, 30))
-def test_more_devices_never_make_more_micro_batches(drawn, micro_tokens):
-    parts = [len(split(drawn[1], micro_tokens, devices)) for devices in range(1, 5)]
-    assert parts == sorted(parts, reverse=True)
-    assert len(split(drawn[1], micro_tokens, len(drawn[0]))) <= 1  # a device for every row
-
-
-@pytest.mark.parametrize("devices", [0, -1])
-@given(batches())
-def test_less_than_one_device_is_refused(devices, drawn):
-    with pytest.raises(ValueError, match=f"devices: got {devices}, expected at least 1"):
-        split(drawn[1], 10, devices)
-
-
-@given(batches(), budgets)
 def test_no_two_neighbouring_micro_batches_could_be_one(drawn, budget):
     parts = split(drawn[1], *budget)
     for a, b in pairwise(parts):
@@ -88,14 +66,6 @@ def test_no_two_neighbouring_micro_batches_could_be_one(drawn, budget):
         assert fullest * a.tokens.shape[1] > budget[0]
 
 
-@given(batches(), budgets)
-def test_counts_add_up(drawn, budget):
-    parts = [count(micro) for micro in split(drawn[1], *budget)]
-    whole = count(drawn[1])
-    assert sum(int(p.tokens) for p in parts) == int(whole.tokens) == int(drawn[1].mask.sum())
-    assert sum(int(p.rows) for p in parts) == int(whole.rows) == int(drawn[1].mask.any(-1).sum())
-
-
 @given(batches())
 def test_a_group_counts_once_however_its_rows_are_dealt_out(drawn):
     batch = drawn[1]
@@ -103,21 +73,6 @@ def test_a_group_counts_once_however_its_rows_are_dealt_out(drawn):
     assert len(found) <= int(count(batch).groups) <= int(batch.mask.any(-1).sum())
     given = given_batch(Rollout(batch.tokens, batch.mask, batch.logp_old, batch.mask[:, 0], ("",) * len(batch.mask)))
     assert int(count(given).groups) == int(count(given).rows)  # each given row is a group of its own
-
-
-@pytest.mark.parametrize("tokens", [3, 7, 1009])
-def test_groups_of_any_size_are_counted_exactly(tokens):
-    """A third three times over is 1 but for rounding."""
-    mask = torch.ones(1000, tokens, dtype=torch.bool)
-    x = torch.zeros(mask.shape)
-    found = count(Batch(mask.long(), mask, x, x, x, x, x, ~mask, tokens_of_group(mask, 500)))
-    assert found.groups.item() == 500
-
-
-@given(batches())
-def test_lengths_reach_the_last_sampled_token(drawn):
-    expected = [max([t + 1 for t, on in enumerate(row) if on], default=0) for row in drawn[1].mask.tolist()]
-    assert lengths(drawn[1].mask).tolist() == expected
 
 
 # -- minibatches
@@ -130,12 +85,6 @@ def test_minibatches_are_equal_runs_of_whole_groups_in_order(parts, each, group_
     assert [rows_of(mini) for mini in minis] == torch.arange(len(batch.adv)).view(parts, -1).tolist()
     groups = [{b // group_size for b in rows_of(mini)} for mini in minis]
     assert sum(map(len, groups)) == len(set().union(*groups)) == parts * each
-
-
-@given(batches(rows=4))
-def test_uneven_minibatches_are_refused(drawn):
-    with pytest.raises(ValueError, match="got 4 rows for 3 minibatches, expected a multiple"):
-        minibatches(drawn[1], 3)
 
 
 # -- make_batch
@@ -191,19 +140,6 @@ def test_advantages_that_are_not_finite_are_refused(broken):
     bad[1, 2, 3] = broken
     with pytest.raises(ValueError, match=rf"got advantages that are not finite, \[{broken}\], expected finite ones"):
         make_batch(rollout(), EVERYONE, bad, some, some, some)
-
-
-def test_advantages_for_other_rows_are_refused():
-    some = torch.zeros(6, T)
-    for shape in [(2, 2, T), (P, G, T - 1)]:
-        with pytest.raises(ValueError, match=r"got \(2, ., .\) advantages for 6 rows of 5, expected one a token"):
-            make_batch(rollout(), EVERYONE, torch.zeros(shape), some, some, some)
-
-
-def test_what_stands_behind_the_mask_may_be_anything():
-    some, strange = torch.zeros(6, T), adv()
-    strange[:, :, 0] = torch.nan
-    assert make_batch(rollout(), EVERYONE, strange, some, some, some).adv.isnan().sum() == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -281,16 +217,6 @@ def test_fields_that_do_not_agree_are_named(bad, message):
     unchecked = check_rollout.__wrapped__ if hasattr(check_rollout, "__wrapped__") else check_rollout
     with pytest.raises(ValueError, match=message):
         unchecked(Unchecked(**bad))
-
-
-def test_the_least_likely_token_that_float32_can_draw_is_taken():
-    check_rollout(changed("logp_sampled", 3, 2, -103.0))
-
-
-@pytest.mark.parametrize("garbage", [0.5, float("nan"), float("inf"), float("-inf"), -200.0])
-def test_what_was_not_sampled_may_hold_anything(garbage):
-    seen = rollout()
-    check_rollout(seen._replace(logp_sampled=torch.where(seen.mask, -0.0, garbage)))
 
 
 @pytest.mark.parametrize("name", ["value", "valid", "right"])

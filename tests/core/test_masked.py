@@ -7,7 +7,7 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from strategies import finite_floats, masks, tensors
 from torch.func import grad, vmap
 
@@ -68,16 +68,6 @@ def test_what_is_behind_the_mask_has_no_say(name, table, garbage):
 
 @every_statistic
 @given(tables())
-def test_gradient_is_finite_and_zero_behind_the_mask(name, table):
-    x, mask = table
-    for y in (x, torch.zeros_like(x)):  # equal values are where a square root has no gradient
-        g = slope(STATISTICS[name], y, mask)
-        assert g.isfinite().all()
-        assert (g[~mask] == 0).all()
-
-
-@every_statistic
-@given(tables())
 def test_gradient_is_that_of_the_unmasked_values(name, table):
     x, mask = table
     plain = {
@@ -111,20 +101,3 @@ def test_equal_values_have_exactly_no_spread(ddof, dtype, value, mask):
     x = torch.full((7,), value, dtype=dtype) * 0.1
     assert masked.var(x, mask, dim=-1, ddof=ddof) == 0
     assert masked.std(x, mask, dim=-1, ddof=ddof) == 0
-
-
-@given(tables())
-def test_a_large_offset_costs_no_digits_of_the_spread(table):
-    x, mask = table
-    x = (x * 8).round()  # integers, so that the shifted values are exact
-    near, far = (masked.std(y, mask, dim=-1, ddof=1) for y in (x, x + 2**40))
-    torch.testing.assert_close(far, near, rtol=1e-12, atol=0)
-
-
-@given(tables(), st.integers(0, 8))
-def test_spread_of_too_few_values_is_zero(table, ddof):
-    x, mask = table
-    few = mask.sum(-1) <= ddof
-    assume(few.any())
-    assert (masked.var(x, mask, dim=-1, ddof=ddof)[few] == 0).all()
-    assert (slope(partial(masked.std, ddof=ddof), x, mask)[few] == 0).all()

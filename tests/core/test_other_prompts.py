@@ -50,25 +50,3 @@ def test_what_was_found_of_a_token_is_back_at_its_place(case):
     moved = change_prompts(rollout, prompts)
     back = restore_places(moved.logp_sampled, prompts, rollout)
     assert torch.equal(back, torch.where(rollout.mask, rollout.logp_sampled, 0.0))
-
-
-@given(rollouts())
-def test_its_own_prompt_changes_nothing(case):
-    rollout, _ = case
-    spans = [ended(rollout, b) for b in range(len(rollout.text))]
-    own = [rollout.tokens[b, :begin].tolist() for b, (begin, _) in enumerate(spans)]
-    moved = change_prompts(rollout, own)
-    width = moved.tokens.shape[1]
-    assert torch.equal(moved.mask, rollout.mask[:, :width])
-    for b, (_, end) in enumerate(spans):
-        assert torch.equal(moved.tokens[b, :end], rollout.tokens[b, :end])
-
-
-@given(rollouts())
-def test_padding_does_not_move_a_row(case):
-    rollout, prompts = case
-    wide = Rollout(
-        *(torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in rollout[:3]), rollout.truncated, rollout.text
-    )
-    for got, expected in zip(change_prompts(wide, prompts)[:3], change_prompts(rollout, prompts)[:3], strict=True):
-        assert torch.equal(got, expected)

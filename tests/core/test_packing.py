@@ -14,7 +14,6 @@ from grpo_fn.algo import losses, objective
 from grpo_fn.core.batch import (
     PromptPiece,
     balance_pieces,
-    prompt_lengths,
     read_lengths,
     share_prompts,
     visible_positions,
@@ -83,15 +82,6 @@ def test_rows_that_read_one_prompt_are_together_where_a_device_has_space_for_the
 
 
 @given(grouped(), budgets)
-def test_what_is_behind_the_mask_decides_nothing(drawn, budget):
-    batch = numbered(drawn[1])
-    last = read_lengths(batch.mask)[:, None]
-    odd = batch._replace(tokens=torch.where(torch.arange(batch.tokens.shape[1]) < last, batch.tokens, -7))
-    both = [[micro.adv.tolist() for micro in packed_split(x, *budget)] for x in (batch, odd)]
-    assert not batch.mask.any(-1).all() or both[0] == both[1]
-
-
-@given(grouped(), budgets)
 def test_the_parts_add_up_to_the_whole(drawn, budget):
     logp, batch = drawn
     f = partial(
@@ -123,23 +113,6 @@ def test_a_device_may_be_full_to_the_last_token():
     assert balance_pieces(pieces, capacity=5, devices=1) == [[1, 3], [0], [2]]
 
 
-def test_one_long_group_is_shared_by_all_devices():
-    mask = torch.arange(12).expand(8, 12) >= 2
-    batch = Batch(
-        torch.zeros(8, 12).long(), mask, *(torch.zeros(8, 12) for _ in range(5)), torch.zeros_like(mask), mask.long()
-    )
-    (micro,) = packed_split(batch, 1000, 4)
-    assert [int(micro.mask[rank::4].any(-1).sum()) for rank in range(4)] == [2, 2, 2, 2]
-
-
-@pytest.mark.parametrize("devices", [0, -1])
-def test_less_than_one_device_is_refused(devices):
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    batch = Batch(mask.long(), mask, *(mask.double() for _ in range(5)), mask, mask.long())
-    with pytest.raises(ValueError, match=f"got {devices}, expected at least 1"):
-        packed_split(batch, 10, devices)
-
-
 # -- what is read
 
 
@@ -152,14 +125,3 @@ def test_every_row_finds_its_own_tokens_in_the_stream(drawn):
     for b, n in enumerate(read_lengths(batch.mask).tolist()):
         assert torch.equal(stream[at[b, :n]], batch.tokens[b, :n])
         assert (at[b, n:] == at[b, 0]).all()
-
-
-@given(grouped())
-def test_a_prompt_that_is_shared_is_one_that_is_equal(drawn):
-    batch = drawn[1]
-    prompt, spans = prompt_lengths(batch.mask).tolist(), share_prompts(batch.tokens, batch.mask)
-    for b, first in enumerate(spans.first.tolist()):
-        assert first <= b
-        assert prompt[first] == prompt[b]
-        assert torch.equal(batch.tokens[first, : prompt[b]], batch.tokens[b, : prompt[b]])
-        assert int(spans.start[b]) == (0 if first == b else prompt[b])

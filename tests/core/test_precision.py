@@ -12,7 +12,6 @@ from itertools import product
 from typing import NamedTuple
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from catalogue import bound, each, functions, signature, token_losses, values_of
 from hypothesis import given, settings
@@ -123,47 +122,6 @@ def test_an_advantage_is_off_by_a_rounding_for_each_sample(f, group, unit):
     exact, got = f(reward.double(), valid), f(reward, valid)
     assert got.dtype == torch.float32
     assert ((got.double() - exact).abs() <= 4 * len(reward) * U * exact.abs().max()).all(), (got, exact)
-
-
-# The largest |A| among n valid samples whose rewards span `span`. For the normalised ones: sum A = 0 and, eps aside,
-# sum A^2 = n - ddof, so by Cauchy-Schwarz A_1^2 = (A_2 + ... + A_n)^2 <= (n - 1) (n - ddof - A_1^2), that is
-# A_1^2 <= (n - 1) (n - ddof) / n. Leaving the sample out of its own mean multiplies by n / (n - 1).
-LARGEST: dict[str, Callable[..., float]] = {
-    "group_normalized": lambda n, span, *, ddof, eps: math.sqrt((n - 1) * (n - ddof) / n),
-    "mean_centered": lambda n, span: span * (n - 1) / n,
-    "leave_one_out": lambda n, span: span,
-    "leave_one_out_normalized": lambda n, span, *, ddof, eps: math.sqrt(n * (n - ddof) / (n - 1)),
-    "pass_at_k": lambda n, span, *, k, threshold: math.sqrt(max(0.0, n / k - 1)),
-    "max_rl": lambda n, span: n - 1,
-}
-
-
-def largest(f: partial, n: int, span: float) -> float:
-    """The bound on |A| of a function of LARGEST."""
-    return LARGEST[f.func.__name__](n, span, **f.keywords)
-
-
-@each(ADVANTAGES, only=set(LARGEST))
-@SOME
-@given(float32_groups(most=24), st.sampled_from([1e-42, 1e-38, 1e-30, 1e-8, 1e8, 1e30, 1e34]))
-def test_advantages_are_bounded_in_float32_at_every_scale(f, group, unit):
-    """Rewards from the smallest that float32 knows to the largest, and any mixture of scales within a group."""
-    reward, valid = group
-    for values in (reward * unit, torch.where(torch.arange(len(reward)) % 2 == 0, reward * unit, reward)):
-        n, kept = int(valid.sum()), values[valid].double()
-        if n > 1:
-            limit = largest(f, n, float(kept.max() - kept.min()))
-            tiny = torch.finfo(torch.float32).smallest_normal
-            assert f(values, valid).abs().max().double() <= limit * (1 + 8 * n * U) + tiny
-
-
-@each(ADVANTAGES, only=set(LARGEST))
-@pytest.mark.parametrize("n", [2, 3, 8, 64])
-def test_and_no_smaller_bound_would_do(f, n):
-    """One sample that differs from equal others attains it, eps aside."""
-    reward = torch.tensor([1.0] + [0.0] * (n - 1), dtype=torch.float64)
-    limit = largest(f, n, 1.0)
-    assert f(reward, torch.ones(n, dtype=torch.bool)).abs().max().item() == pytest.approx(limit, rel=1e-3)
 
 
 # -- steps: credit

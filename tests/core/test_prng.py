@@ -87,14 +87,6 @@ def test_split_is_fold_in(seed, num):
     assert torch.equal(prng.split(parts, 3)[2], prng.fold_in(parts, 2))
 
 
-@given(word64, st.lists(word64, max_size=4))
-def test_several_data_fold_in_from_left_to_right(seed, data):
-    expected = make_key(seed)
-    for datum in data:
-        expected = prng.fold_in(expected, datum)
-    assert torch.equal(prng.fold_in(make_key(seed), *data), expected)
-
-
 @given(word64, st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=6), st.integers(0, 9))
 def test_tensor_data_equal_a_loop_over_integers(seed, data, g):
     key, uid = make_key(seed), torch.tensor(data)
@@ -133,21 +125,6 @@ def test_a_longer_draw_begins_with_the_shorter_one(name, seed, n, more):
     assert torch.equal(draw(key, n + more)[:n], draw(key, n))
 
 
-@given(word64, word64, word64)
-def test_different_data_lead_to_different_keys_and_draws(seed, a, b):
-    key = make_key(seed)
-    one, other = prng.fold_in(key, a), prng.fold_in(key, b)
-    assert torch.equal(one, other) == (a == b)
-    assert torch.equal(unit(one, 16), unit(other, 16)) == (a == b)
-
-
-def test_no_two_of_many_keys_agree():
-    uid, g = torch.arange(2000), torch.arange(16)[:, None]
-    keys = prng.fold_in(prng.key(0, device="cpu"), 3, uid, g)
-    assert keys.shape == (16, 2000, 2)
-    assert len(set(map(tuple, keys.reshape(-1, 2).tolist()))) == 16 * 2000
-
-
 @given(word64, st.floats(-1e3, 1e3), st.floats(1e-3, 1e3), st.sampled_from(FLOATS))
 def test_uniform_keeps_within_its_bounds(seed, low, span, dtype):
     lo, hi = torch.tensor([low, low + span], dtype=dtype)
@@ -179,25 +156,6 @@ def test_uniform_looks_uniform(seed, dtype):
         assert abs(chi2 - (bins - 1)) < 4 * math.sqrt(2 * (bins - 1))
     for a, b in ((u[:, 1:], u[:, :-1]), (u[1:], u[:-1])):  # neighbours in a draw, neighbouring keys
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 4 / math.sqrt(a.numel())
-
-
-@given(word64, st.integers(0, 200))
-def test_permutation_is_a_permutation(seed, n):
-    assert prng.permutation(make_key(seed), n).sort().values.tolist() == list(range(n))
-
-
-def test_permutations_are_equally_likely():
-    n = 24_000
-    orders = prng.permutation(prng.split(prng.key(7, device="cpu"), n), 4)
-    seen = (orders @ torch.tensor([64, 16, 4, 1])).unique(return_counts=True)[1]
-    assert len(seen) == 24
-    assert ((seen - n / 24) ** 2 / (n / 24)).sum() < 23 + 4 * math.sqrt(2 * 23)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64])
-def test_key_rejects_a_seed_that_does_not_fit(seed):
-    with pytest.raises(ValueError, match="seed: got"):
-        prng.key(seed, device="cpu")
 
 
 @pytest.mark.parametrize(

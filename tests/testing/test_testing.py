@@ -2,11 +2,9 @@
 
 import inspect
 import math
-import time
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 
-import hypothesis.strategies as st
 import pytest
 import rewards_on_trial as trial
 import torch
@@ -17,7 +15,6 @@ from grpo_fn import testing
 from grpo_fn.algo import advantage, objective
 from grpo_fn.config import load_config
 from grpo_fn.core.batch import check_rollout
-from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards import format
 from grpo_fn.rewards import format as repetition
 from grpo_fn.rewards.math import correct, lenient
@@ -82,14 +79,6 @@ def hides_what_is_odd(reward, valid):
     return advantage.mean_centered(reward, valid).nan_to_num(0.0, 0.0, 0.0)
 
 
-def made_for(rewards, reward, valid):
-    """centered, for rewards of these values alone."""
-    known = ~valid | ~reward.isfinite()
-    for value in rewards:
-        known = known | (reward == value)
-    return torch.where(known.all(), advantage.mean_centered(reward, valid), 1e9)
-
-
 ADVANTAGE_FAULTS = [
     (plain_normalized, advantages.constant_group_is_exactly_zero),
     (counts_the_invalid, advantages.invalid_samples_do_not_affect_others),
@@ -107,14 +96,6 @@ ADVANTAGE_FAULTS = [
 def test_a_faulty_advantage_is_caught_by_the_invariant_that_it_breaks(faulty, invariant):
     with pytest.raises((AssertionError, RuntimeError)):
         invariant(faulty, testing.finite_floats())
-
-
-@pytest.mark.usefixtures("fewer")
-def test_an_advantage_made_for_some_rewards_is_checked_on_those():
-
-    testing.check_advantage(partial(made_for, {0.0, 1.0}), rewards=st.sampled_from([0.0, 1.0]))
-    with pytest.raises(AssertionError):
-        testing.check_advantage(partial(made_for, {0.0, 1.0}))
 
 
 def test_what_broke_is_said_with_the_example_that_broke_it():
@@ -308,12 +289,6 @@ def test_a_faulty_loss_is_caught_by_the_invariant_that_it_breaks(faulty, invaria
         invariant(faulty)
 
 
-@pytest.mark.usefixtures("fewer")
-def test_a_sound_loss_passes():
-    """Those of the package do so where they are tested."""
-    testing.check_token_loss(sound)
-
-
 # -- KL estimators
 
 
@@ -400,22 +375,6 @@ def test_faulty_weights_are_caught_by_the_invariant_that_they_break(faulty, inva
 
 
 @pytest.mark.parametrize(
-    ("check", "module"),
-    [
-        (testing.check_advantage, advantages),
-        (testing.check_token_loss, token_losses),
-        (testing.check_kl, kls),
-        (testing.check_weights, aggregations),
-    ],
-)
-def test_a_check_goes_through_every_invariant(check, module, monkeypatch):
-    seen = []
-    monkeypatch.setattr(module, "INVARIANTS", [lambda f, *rest, n=n: seen.append((n, f)) for n in range(3)])
-    check(sound)
-    assert seen == [(0, sound), (1, sound), (2, sound)]
-
-
-@pytest.mark.parametrize(
     ("module", "faults"),
     [(advantages, ADVANTAGE_FAULTS), (token_losses, LOSS_FAULTS), (kls, KL_FAULTS), (aggregations, WEIGHT_FAULTS)],
     ids=lambda x: x.__name__.rpartition(".")[2] if inspect.ismodule(x) else "",
@@ -431,16 +390,6 @@ def test_every_invariant_is_in_the_list_and_has_a_fault_that_it_catches(module, 
 
 
 # -- rewards
-
-
-@pytest.mark.slow_after(1)
-@pytest.mark.usefixtures("fewer")
-@pytest.mark.parametrize(
-    ("reward", "bounds"),
-    [(trial.shares_digits, (0, 1)), (trial.in_its_own_time, (1, 1)), (partial(trial.scaled, by=-2), (-2, 0))],
-)
-def test_a_sound_reward_passes(reward, bounds):
-    testing.check_reward(reward, bounds=bounds)
 
 
 @pytest.mark.slow_after(5)
@@ -507,13 +456,6 @@ def test_a_reward_without_a_name_is_caught(reward):
         testing.check_reward(reward)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fewer")
-def test_a_reward_that_reads_meta_is_checked_on_problems_that_have_it():
-    problems = st.builds(Problem, st.integers(0, 9), st.just("?"), st.just(""), st.just({"tests": ["assert True"]}))
-    testing.check_reward(trial.needs_meta, problems=problems, bounds=(1, 1))
-
-
 def test_the_defaults_are_the_deadline_and_the_memory_of_a_run():
     pool = load_config(["run/arithmetic.gin"], []).root.knobs["rewards"].knobs["pool"].knobs
     defaults = inspect.signature(testing.check_reward).parameters
@@ -554,19 +496,14 @@ def test_the_rewards_of_the_package_are_fit_for_a_run(reward, bounds):
     testing.check_reward(reward, bounds=bounds)
 
 
-@pytest.mark.slow
-def test_a_reward_that_has_to_compute_is_checked_without_bombs():
-    testing.check_reward(trial.computes, hostile=testing.HOSTILE)
-
-
 # -- what is drawn
 
 
 def drawn(strategy):
-    """A hundred examples."""
+    """Two hundred examples."""
     found = []
 
-    @settings(max_examples=100, phases=[Phase.generate], deadline=None, derandomize=True, database=None)
+    @settings(max_examples=200, phases=[Phase.generate], deadline=None, derandomize=True, database=None)
     @given(strategy)
     def note(example):
         found.append(example)
@@ -575,48 +512,14 @@ def drawn(strategy):
     return found
 
 
-@cache
-def drawn_rows():
-    return drawn(texts.text_rows(testing.text_problems(), testing.completions))
-
-
 def test_right_and_wrong_rows_are_drawn_and_golds_that_cannot_be_scored():
-    assert {correct(*row) for row in drawn_rows()} >= {1.0, 0.0}
+    assert {correct(*row) for row in drawn(texts.text_rows(testing.text_problems(), testing.completions))} >= {1.0, 0.0}
     assert "" in drawn(texts.gold_answers())
-
-
-def test_what_is_drawn_holds_no_bomb_and_no_lone_surrogate():
-    """String constants of loaded modules get into st.text, and the bombs are such constants."""
-    for problem, completion in drawn_rows():
-        for text in (completion.text, problem.prompt):
-            assert not any(bomb in text for bomb in texts.BOMBS)
-            text.encode()
 
 
 @given(testing.rollouts())
 def test_a_drawn_rollout_is_one_that_a_sampler_may_return(rollout):
     check_rollout(rollout)
-
-
-@given(testing.rollouts(prompts=2, group_size=3))
-def test_a_drawn_rollout_has_the_shape_that_was_asked_for(rollout):
-    assert rollout.tokens.shape[0] == len(rollout.text) == 6
-
-
-@given(testing.groups(least=2, most=3))
-def test_a_drawn_group_is_finite_where_valid(group):
-    reward, valid = group
-    assert reward.shape == valid.shape
-    assert 2 <= len(reward) <= 3
-    assert reward[valid].isfinite().all()
-
-
-def test_the_corners_of_a_group_are_drawn():
-    groups = drawn(testing.groups())
-    assert any(not valid.any() for _, valid in groups)
-    assert any(len(valid) == 1 and valid.all() for _, valid in groups)
-    assert any(len(reward) > 3 and valid.all() and reward[0] != 0 == reward.std() for reward, valid in groups)
-    assert any(valid.any() and not reward.isfinite().all() for reward, valid in groups)
 
 
 def test_the_corners_of_a_batch_are_drawn():
@@ -629,38 +532,3 @@ def test_the_corners_of_a_batch_are_drawn():
 
 
 # -- how it is proven
-
-
-def test_an_example_is_drawn_as_often_as_the_profile_says():
-    seen = []
-    harness.for_all(st.integers(), seen.append)
-    assert settings().max_examples <= len(seen) <= settings().max_examples + 1
-
-
-def test_the_simplest_example_comes_first():
-    assert harness.simplest_example(st.integers(3, 9)) == 3
-    assert harness.simplest_example(testing.text_problems()) == Problem(0, "", "0", {})
-
-
-def test_a_slow_example_is_no_failure():
-    harness.for_all(st.just(0), lambda example: time.sleep(0.3))
-
-
-def test_what_fails_only_once_is_raised_as_it_was_and_a_note_says_that_it_held_again():
-    calls = []
-
-    def holds(example):
-        calls.append(example)
-        harness.check_claim(len(calls) > 1, f"got {len(calls)} calls, expected more")
-
-    with pytest.raises(AssertionError, match="got 1 calls, expected more") as caught:
-        harness.for_all(st.just(0), holds)
-    assert len(calls) > 1
-    assert any("produces unreliable results" in note for note in caught.value.__notes__)
-
-
-def test_the_completions_of_a_row_are_shown_in_brief():
-    row = texts.TextRow(Problem(3, "?", "42", {}), Completion("x" * 10**6, 7, True))
-    assert len(repr(row)) < 300
-    assert "uid=3" in repr(row)
-    assert "length=7" in repr(row)
