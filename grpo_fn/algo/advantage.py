@@ -1,8 +1,16 @@
 """How much better a sample did than the rest of its group. One group at a time; the caller vmaps over P groups.
 
-    reward    rewards of one group, [G]
-    valid     which of them could be scored, [G]
-    returns   the advantages, [G]; in units of the reward, or dimensionless when they are divided by a std or a mean
+    reward      rewards of one group, [G]
+    valid       which of them could be scored, [G]
+    value       G of each token of a group, its reward to go, [G, T]
+    energy      |d log pi / d logits|^2 of each token under pi_old, [G, T], dimensionless
+    mask        which tokens were sampled in valid rows, [G, T]
+    logp        log-probs under the policy at an update, [G, T], in nats
+    group       the rows of one group, each field [G, T]: `mask`, `logp_old`, and the signs of `adv`
+    eps         added to the std, in units of the reward
+    tau         temperature of the labels, in nats a token
+    threshold   smallest reward that counts as solved, or right, in units of the reward
+    returns     the advantages, [G]; in units of the reward, or dimensionless when they are divided by a std or a mean
 
 Rules that hold for every function of this kind: an invalid sample gets exactly 0 and changes no other, whatever its
 reward; a group whose valid rewards are all equal gets exactly 0, in every dtype and at every size; so does a group with
@@ -39,7 +47,6 @@ def group_normalized(
     Peers: TRL `scale_rewards="group"`, verl `grpo`, OpenRLHF `group_norm`; eps 1e-4, 1e-6, 1e-9, all with ddof 1.
 
     Args:
-        eps: added to the std, in units of the reward.
         ddof: subtracted from n in the denominator of the variance: 0 population, 1 sample.
     """
     dev = mean_centered(reward, valid)
@@ -95,7 +102,6 @@ def leave_one_out_normalized(
     others: A = 18,040 for [2.0, 0.3 x 7].
 
     Args:
-        eps: added to the std, in units of the reward.
         ddof: subtracted from the count in the denominator of the variance: n - 1 - ddof for the others, n - ddof for
             the group.
     """
@@ -121,9 +127,6 @@ def leave_one_out_others_std(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"
 
     Use it when: you reproduce a NeMo-RL run, with rewards of 0 and 1.
     Peers: NeMo-RL `adv_estimator.name: grpo`, eps 1e-6.
-
-    Args:
-        eps: added to the std, in units of the reward.
     """
     ahead = leave_one_out(reward, valid)
     others = valid & ~torch.eye(len(reward), dtype=torch.bool, device=reward.device)  # [G, G]: row i is without i
@@ -149,7 +152,6 @@ def pass_at_k(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, k: int, t
 
     Args:
         k: number of tries of which one has to solve the problem.
-        threshold: smallest reward that counts as solved, in units of the reward.
 
     Raises:
         ValueError: k is less than 1.
@@ -196,10 +198,6 @@ def rewards_as_labels(
     a sample's mean log-ratio; `label_weights` is what it is at any update. A group all right or all wrong gets 0.
 
     Use it when: with `label_weights`, see there.
-
-    Args:
-        tau: temperature of the labels, in nats a token.
-        threshold: smallest reward that counts as right, in units of the reward.
     """
     _check_group(reward)
     right, wrong = valid & (reward >= threshold), valid & (reward < threshold)
@@ -223,15 +221,6 @@ def optimal_token_baseline(
     Use it when: one update a rollout, rows long or confident by turns; costs one more forward pass.
     Peers: verl `optimal_token_baseline`, with `handle_zero_tail`; it adds 1e-8 to the denominator. Where it has
         importance weights, it multiplies the energies by their squares: `credit.token_baseline.energy_weight`.
-
-    Args:
-        value: G of each token of a group, its reward to go, [G, T].
-        energy: |d log pi / d logits|^2 of each token under pi_old, [G, T], dimensionless; times the square of its
-            importance weight where the configuration has one.
-        mask: which tokens were sampled in valid rows, [G, T].
-
-    Returns:
-        The advantages, [G, T], in units of the value; 0 where ~mask.
     """
     # Above the smallest of the column, as in mean_centered: of equal values nothing is left over.
     least = torch.where(mask, value, torch.inf).amin(0)
@@ -253,14 +242,6 @@ def label_weights(logp: Float[Tensor, "G T"], group: Batch, *, tau: float) -> Fl
 
     Use it when: rewards are right or wrong, and no wrong row should weigh more the less likely it becomes.
     Peers: ms-swift `loss_type="real"`, tau 0.5, whose labels are the signs of GRPO's advantages.
-
-    Args:
-        logp: log-probs under the policy at this update, [G, T], in nats.
-        group: the rows of one group, each field [G, T]: `mask`, `logp_old`, and the signs of `adv`.
-        tau: temperature of the labels, in nats a token.
-
-    Returns:
-        The advantages, [G, T], per nat a token; 0 where ~mask.
     """
     score = masked.mean(logp - group.logp_old, group.mask, dim=-1)
     side = masked.sum(group.adv, group.mask, dim=-1).sign()

@@ -2,6 +2,7 @@
 
     logp      log-probs of the row's tokens under the policy, [T], in nats; `off_policy_sequence_mask` alone reads them
     row       the row, a Batch whose fields are [T]
+    ratio     row -> w [T]: `token_ratio`, or `row_ratio`
     returns   the weight of each token, [T]: finite, constant to the gradient, 1 where ~mask and between equal policies
 
 The sampler is never quite the trainer: other kernels, another precision, or weights that are some updates old. With
@@ -40,7 +41,6 @@ def truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, ratio: Ratio, cap:
     Peers: TRL `token_truncate`, verl `rollout_is="token"`; TRL `sequence_truncate` is exp of the sum.
 
     Args:
-        ratio: row -> w [T]: `token_ratio`, or `row_ratio`.
         cap: largest weight.
 
     Raises:
@@ -65,7 +65,6 @@ def masked_weight(logp: Float[Tensor, "T"], row: Batch, *, ratio: Ratio, low: fl
     Peers: TRL `token_mask`; verl's geometric rejection; TRL `sequence_mask` is exp of the sum.
 
     Args:
-        ratio: row -> w [T]: `token_ratio`, or `row_ratio`.
         low: smallest weight that is kept.
         high: largest weight that is kept.
 

@@ -1,7 +1,12 @@
 """From the rewards of a step to the advantage of every token: `(scored) -> [P G T]`.
 
-    scored    the step, P prompts with G samples each: their rewards and log-probs
-    returns   the advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples
+    scored      the step, P prompts with G samples each: their rewards and log-probs
+    advantage   (reward [G], valid [G]) -> [G], the advantages within one group
+    credit      (scored) -> [P, G, T], the advantages that are changed
+    beta        coefficient of the KL, in units of the reward per nat
+    gamma       discount a turn, in [0, 1]
+    eps         added to the std, in units of what it divides
+    returns     the advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples
 
 A credit is shown the whole scored step. It says which number the groups are compared by, and what a comparison over
 more than one group adds. What changes the advantages of another credit takes it as its knob `credit`, as
@@ -102,9 +107,6 @@ def outcome(scored: ScoredStep, *, advantage: Advantage) -> Float[Tensor, "P G T
 
     Use it when: always, but for what the others are for.
     Peers: all.
-
-    Args:
-        advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
     """
     return over_tokens(vmap(advantage)(scored.reward.value, scored.reward.valid), scored.mask)
 
@@ -119,10 +121,6 @@ def outcome_minus_kl(scored: ScoredStep, *, advantage: Advantage, beta: float) -
 
     Use it when: the KL should be a part of what samples are compared by; exact for the KL of whole sequences.
     Peers: verl, OpenRLHF: KL in the reward, k1.
-
-    Args:
-        advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
-        beta: coefficient of the KL, in units of the reward per nat.
     """
     reward, mask = scored.reward, scored.mask
     value = reward.value - beta * zero_outside_mask(scored.drift, mask).sum(-1) if beta else reward.value
@@ -161,10 +159,6 @@ def batch_scaled(scored: ScoredStep, *, credit: Credit, eps: float) -> Float[Ten
 
     Use it when: around `outcome(mean_centered)`: rewards of unknown scale, no difficulty bias.
     Peers: TRL `scale_rewards="batch"`, eps 1e-4.
-
-    Args:
-        credit: (scored) -> [P, G, T], the advantages to be scaled.
-        eps: added to the std, in units of the reward.
     """
     adv, reward = credit(scored), scored.reward
     samples = reward.valid.sum()
@@ -180,9 +174,6 @@ def reward_to_go(scored: ScoredStep, *, beta: float) -> Float[Tensor, "P G T"]:
 
     Use it when: inside `token_whitened`.
     Peers: OpenRLHF `reinforce`.
-
-    Args:
-        beta: coefficient of the KL, in units of the reward per nat.
     """
     reward, mask = scored.reward, scored.mask
     to_go = reward.value[..., None]
@@ -205,7 +196,6 @@ def token_baseline(
     Peers: verl `optimal_token_baseline`.
 
     Args:
-        credit: (scored) -> [P, G, T], what every token is worth.
         energy_weight: (logp_old [T], row) -> w [T], an importance weight: energies count w^2 times; None: once.
     """
     value, energy, valid = credit(scored), scored.by_group(scored.rows("energy")), scored.reward.valid
@@ -234,7 +224,6 @@ def per_part(
     Peers: verl `gdpo`, NeMo-RL.
 
     Args:
-        advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
         weights: weight of each part of the reward, by the part's name.
 
     Raises:
@@ -260,10 +249,6 @@ def token_whitened(scored: ScoredStep, *, credit: Credit, eps: float) -> Float[T
 
     Use it when: REINFORCE++, and around `outcome(mean_centered)` its baseline form.
     Peers: verl `reinforce_plus_plus(_baseline)`, also for GDPO (`masked_whiten`); std with N - 1 there.
-
-    Args:
-        credit: (scored) -> [P, G, T], the advantages to be whitened.
-        eps: added to the std, in units of the advantages from `credit`.
     """
     adv = credit(scored)
     counted = scored.mask & scored.reward.valid[..., None]
@@ -279,10 +264,6 @@ def row_whitened(scored: ScoredStep, *, credit: Credit, eps: float) -> Float[Ten
 
     Use it when: GDPO; or whitening that long rows do not dominate.
     Peers: TRL-GDPO; verl's `gdpo` whitens over tokens.
-
-    Args:
-        credit: (scored) -> [P, G, T], the advantages to be whitened.
-        eps: added to the std, in units of the advantages from `credit`.
     """
     adv = credit(scored)
     mask, valid = scored.mask, scored.reward.valid
@@ -343,10 +324,6 @@ def turn_returns(scored: ScoredStep, *, advantage: Advantage, gamma: float) -> F
 
     Use it when: the environment rewards turns, and what came before a turn should not count for it.
     Peers: SkyRL turn-level rewards; verifiers; ROLL step-wise REINFORCE.
-
-    Args:
-        advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
-        gamma: discount a turn, in [0, 1].
     """
     reward = scored.reward
     by_turn = vmap(vmap(advantage, in_dims=-1, out_dims=-1))
@@ -374,8 +351,6 @@ def group_in_group(
     Peers: ROLL `gigpo`, with a weight for both terms; verl-agent.
 
     Args:
-        advantage: (reward [G], valid [G]) -> [G], the advantages within one group; also of turns in one state.
-        gamma: discount a turn, in [0, 1].
         state_weight: w, weight of the comparison of turns.
     """
     reward, mask = scored.reward, scored.mask

@@ -1,6 +1,11 @@
 """Curricula: which levels, parts or rows the next step asks, by how often the policy passed them.
 
-    returns   the curriculum; its metrics are under `curriculum/`
+    reward        rewards of the samples and their parts, [P, G], and which could be scored
+    pass_rate     rewards -> share of each problem's samples that pass, [P]
+    temperature   of the softmax, in units of the best arm's value
+    decay         weight of the average before a step, in [0, 1)
+    floor         share of the draws that is spread over all arms alike, in [0, 1]
+    returns       the curriculum; its metrics are under `curriculum/`
 
 An arm is what a curriculum chooses among: a level, a part of a mixture, or a row. A task with A arms numbers its stream
 so that problem `turn * A + arm` is the arm's own problem number `turn`; so a problem's uid says which arm it is of, and
@@ -162,11 +167,7 @@ def reward_at_least(reward: Reward, *, threshold: float) -> Float[Tensor, "P"]:
     """The share of each problem's samples whose reward is `threshold` or more, of those that could be scored.
 
     Args:
-        reward: values [P, G] and which of them are valid.
         threshold: least reward of a sample that passes.
-
-    Returns:
-        Pass rates, [P]; NaN where no sample could be scored.
     """
     return _share(reward.value >= threshold, reward.valid)
 
@@ -175,12 +176,8 @@ def part_at_least(reward: Reward, *, part: str, threshold: float) -> Float[Tenso
     """The share of each problem's samples with `threshold` or more in one part of the reward, as `reward_at_least`.
 
     Args:
-        reward: parts [P, G] by name and which samples are valid.
         part: name of the part.
         threshold: least score of a sample that passes.
-
-    Returns:
-        Pass rates, [P]; NaN where no sample could be scored.
 
     Raises:
         ValueError: for a part that the reward does not have.
@@ -191,11 +188,7 @@ def part_at_least(reward: Reward, *, part: str, threshold: float) -> Float[Tenso
 
 
 def uniform_arms(*, pass_rate: PassRate) -> Curriculum:
-    """Every arm alike, whatever the pass rates: what the others are compared with.
-
-    Args:
-        pass_rate: which samples pass; only shown in the metrics.
-    """
+    """Every arm alike, whatever the pass rates: what the others are compared with."""
     return Curriculum(
         start=_nothing,
         select=_select_uniform,
@@ -214,10 +207,8 @@ def threshold_levels(
 
     Args:
         threshold: average pass rate of the level from which on the next one is asked, in (0, 1].
-        decay: weight of the average before a step, in [0, 1).
         min_groups: problems of a level that are asked at least.
         review: share of the draws that goes to the levels before, all of them alike, in [0, 1).
-        pass_rate: which samples pass.
 
     Raises:
         ValueError: for numbers outside of these ranges.
@@ -242,12 +233,6 @@ def learnability_bandit(*, temperature: float, decay: float, floor: float, pass_
 
     An arm that was not asked yet counts as p = 1/2.
 
-    Args:
-        temperature: of the softmax, in units of the best arm's v; small: the best arm alone.
-        decay: weight of the average before a step, in [0, 1).
-        floor: share of the draws that is spread over all arms alike, in [0, 1].
-        pass_rate: which samples pass.
-
     Raises:
         ValueError: for numbers outside of these ranges, or a temperature that is not above 0.
     """
@@ -271,11 +256,7 @@ def progress_bandit(
     was not asked yet counts as the best.
 
     Args:
-        temperature: of the softmax, in units of the best arm's progress.
-        decay: weight of the fast average before a step, in [0, 1).
         slow_decay: of the slow one, between `decay` and 1.
-        floor: share of the draws that is spread over all arms alike, in [0, 1].
-        pass_rate: which samples pass.
 
     Raises:
         ValueError: for numbers outside of these ranges, or a temperature that is not above 0.
@@ -467,9 +448,7 @@ def pool_in_band(
         size: arms in the pool; where there are fewer, all of them are.
         low: least average pass rate of an arm that stays, in [0, 1].
         high: largest one, from `low` to 1.
-        decay: weight of the average before a step, in [0, 1).
         min_asked: problems of an arm before it is judged.
-        pass_rate: which samples pass.
 
     Returns:
         The curriculum, with `curriculum/pool_size`, `curriculum/admitted`, `curriculum/retired`, `curriculum/set_aside`

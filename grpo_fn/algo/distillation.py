@@ -2,6 +2,9 @@
 
     scored    the step, P prompts with G samples each: their rewards, and the teacher's log-probs of every token
     steps     steps taken before
+    credit    (scored) -> [P, G, T], the rewards' advantages; None: rewards teach nothing
+    share     (steps taken before) -> the share of the teacher's part in this step, 0 to 1; None: all of it
+    coef      advantage of a token that is 1 nat likelier under the teacher, in units of the advantage
     returns   the advantage of each token, [P, G, T], as it was where ~mask; of a share, a number in [0, 1]
 
 `gap` is log pi_teacher - log pi_old of each sampled token, a constant to the gradient: above 0 the teacher likes the
@@ -34,11 +37,6 @@ def teacher_gap(
 
     Use it when: a stronger model of the same tokenizer is there to learn from.
     Peers: slime, miles and Tinker OPD; NeMo-RL `OPDAdvantageEstimator`; verl `opd` with k1.
-
-    Args:
-        credit: (scored) -> [P, G, T], the rewards' advantages; None: rewards teach nothing.
-        share: (steps taken before) -> the share of the teacher's part in this step, 0 to 1; None: all of it.
-        coef: advantage of a token that is 1 nat likelier under the teacher, in units of the advantage.
     """
     adv = token_advantages(scored, credit)
     return in_part(scored, adv, adv + coef * zero_outside_mask(scored.teacher_gap, scored.mask), share)
@@ -59,9 +57,6 @@ def early_teacher_gap(
     Peers: TRL `iw_opd`.
 
     Args:
-        credit: (scored) -> [P, G, T], the rewards' advantages; None: rewards teach nothing.
-        share: (steps taken before) -> the share of the teacher's part in this step, 0 to 1; None: all of it.
-        coef: advantage of a token that is 1 nat likelier under the teacher, in units of the advantage.
         gamma: additional weight of the first token, dimensionless.
     """
     adv, kept = token_advantages(scored, credit), zero_outside_mask(scored.teacher_gap, scored.mask)
@@ -87,8 +82,6 @@ def teacher_reweighted(
     Peers: ms-swift `advantage_reweight=rlsd`.
 
     Args:
-        credit: (scored) -> [P, G, T], the rewards' advantages; None: rewards teach nothing.
-        share: (steps taken before) -> the share of the teacher's part in this step, 0 to 1; None: all of it.
         lam: share of the advantage that is reweighted, in [0, 1].
         clip: how far a token's weight may be from 1, dimensionless.
     """
@@ -124,12 +117,8 @@ def linear_share(steps: int, *, warmup: int, decay: int) -> float:
     Peers: ms-swift `rlsd_lambda_warmup_steps`, `rlsd_lambda_decay_steps`, 0 by default, which count optimizer steps.
 
     Args:
-        steps: steps taken before.
         warmup: steps of the line up; 0: there is none.
         decay: steps of the line down; 0: there is none.
-
-    Returns:
-        The share, in [0, 1].
     """
     if steps < warmup:
         return steps / warmup

@@ -1,9 +1,11 @@
 """Token losses of one row: `(logp [T], row) -> ([T], diagnostics)`. `objective.policy_objective` vmaps and weighs them.
 
-    logp      log-probs of the row's tokens under the policy, [T], in nats
-    row       the row, a Batch whose fields are [T]
-    returns   the loss of every token, [T], 0 where ~mask, and its diagnostics, [T] each: "ratio", and "clip_low" and
-              "clip_high", 1 where the clip on that side takes the advantage's gradient away
+    logp        log-probs of the row's tokens under the policy, [T], in nats
+    row         the row, a Batch whose fields are [T]
+    clip_low    the ratio is clipped to at least 1 - clip_low, dimensionless
+    clip_high   the ratio is clipped to at most 1 + clip_high, dimensionless
+    returns     the loss of every token, [T], 0 where ~mask, and its diagnostics, [T] each: "ratio", and "clip_low" and
+                "clip_high", 1 where the clip on that side takes the advantage's gradient away
 
 One row at a time: no row can touch another, whatever the shapes (`logp[B, T] * adv[B]` broadcasts when B == T).
 
@@ -60,10 +62,6 @@ def clipped_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip
 
     Use it when: more than one optimizer step a rollout, or a sampler that lags.
     Peers: TRL `epsilon`, `epsilon_high`; verl `clip_ratio_low`, `clip_ratio_high`.
-
-    Args:
-        clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
-        clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
     """
     return _clipped(ratio(logp, row.logp_old, row.mask), row, clip_low, clip_high)
 
@@ -77,8 +75,6 @@ def dual_clip(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_hig
     Peers: verl always does (`clip_ratio_c=3`), TRL `delta`.
 
     Args:
-        clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
-        clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
         cap: largest ratio that counts where A < 0, dimensionless.
 
     Raises:
@@ -103,10 +99,6 @@ def sequence_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, cli
     Use it when: mixtures of experts, long rows; with `sequence_mean`.
     Peers: TRL `importance_sampling_level="sequence"`; TRL's sampler correction of the same name is exp(sum), not of
     the mean.
-
-    Args:
-        clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
-        clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask)
     return _clipped(capped_exp(_row_mean(log_r, row)).exp(), row, clip_low, clip_high)
@@ -120,10 +112,6 @@ def sequence_ratio_token(logp: Float[Tensor, "T"], row: Batch, *, clip_low: floa
 
     Use it when: GSPO with an A of each token.
     Peers: verl `gspo` is this form; ms-swift `sequence_token`.
-
-    Args:
-        clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
-        clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask).detach()
     own = log_ratio(logp, logp.detach(), row.mask)
@@ -220,10 +208,6 @@ def clip_cov(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high
 
     Use it when: entropy collapses; with `masking.clip_cov_tokens`.
     Peers: verl `clip_cov`: an unkeyed permutation of each rank's minibatch.
-
-    Args:
-        clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
-        clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
     """
     r = ratio(logp, row.logp_old, row.mask)
     return _clipped(r, row._replace(adv=torch.where(row.selected, 0.0, row.adv)), clip_low, clip_high)
@@ -404,8 +388,6 @@ def future_weighted(
     Peers: ms-swift `fipo`: half_life `fipo_decay_rate`, weights 1 to 1.2 by default, cap `delta`, safety 4.
 
     Args:
-        clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
-        clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
         cap: largest ratio that counts where A < 0, and in F; None for neither.
         half_life: tokens after which a later log-ratio counts half.
         weight_low: least weight of a token.

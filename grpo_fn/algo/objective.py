@@ -8,14 +8,22 @@ are dealt out. Nothing to learn from weighs nothing: an empty batch gives zeros,
 
 A controller is `(gain, measured) -> gain`, called once a step with what the step measured.
 
-    logp       log-probs of the row's tokens under the policy, [T], in nats
-    row        the row, a Batch whose fields are [T]
-    batch      rows of the step, each field [B, T]; which tokens were sampled, and how many their group has, is read
-    totals     sampled tokens, rows, samples and groups of the whole optimizer step
-    gain       the factor of this step, dimensionless, 1 in the first step: it multiplies a coefficient, entropy_bonus
-               or beta, in the loss and in the credit
-    measured   `loss/kl` (k3, the mean over tokens) or `loss/entropy` (its mean over tokens) of this step, in nats
-    returns    the estimate [T]; the weight of each token [B, T]; the gain of the next step
+    logp               log-probs of the row's tokens under the policy, [T], in nats
+    row                the row, a Batch whose fields are [T]
+    batch              rows of the step, each field [B, T]; which tokens were sampled, and how many their group has, is
+                       read
+    totals             sampled tokens, rows, samples and groups of the whole optimizer step
+    gain               the factor of this step, dimensionless, 1 in the first step: it multiplies a coefficient,
+                       entropy_bonus or beta, in the loss and in the credit
+    measured           `loss/kl` (k3, the mean over tokens) or `loss/entropy` (its mean over tokens) of this step, in
+                       nats
+    scores             log-probs and entropies under the policy, [B, T] each, in nats; B at least 1
+    gains              what the coefficients of the objective are multiplied with in this step, dimensionless
+    max_length         L, in tokens: the longest completion allowed, or 1
+    loss_aggregation   (batch, totals) -> w [B, T]
+    coef               coefficient of the divergence, per nat
+    figures            metrics of this step, by name
+    returns            the estimate [T]; the weight of each token [B, T]; the gain of the next step
 """
 
 from collections.abc import Callable, Mapping
@@ -61,21 +69,12 @@ def policy_objective(
     takes away makes the step shorter, not the other tokens louder.
 
     Args:
-        scores: log-probs and entropies under the policy, [B, T] each, in nats; B at least 1.
-        batch: the micro-batch, each field [B, T].
-        totals: sampled tokens, rows and samples of the whole optimizer step, the denominators in w.
-        gains: what beta and entropy_bonus are multiplied with in this step, dimensionless.
         token_loss: (logp [T], row) -> loss [T] of one row, or that and diagnostics, [T] each.
         importance_correction: (logp [T], row) -> c [T], a token's weight where the sampler was not pi_old; None: the
             sampler is taken for pi_old, c = 1.
         kl: (logp [T], row) -> KL estimate [T], of one row.
-        loss_aggregation: (batch, totals) -> w [B, T].
         beta: coefficient of the KL, per nat; 0: none.
         entropy_bonus: coefficient of the entropy, per nat; 0: none.
-
-    Returns:
-        The objective, a scalar; and the loss's diagnostics of each token, [B, T] and detached, "correction" (c) among
-        them where there is one.
     """
     result = vmap(token_loss)(scores.logp, batch)
     loss, diagnostics = result if isinstance(result, tuple) else (result, {})
@@ -121,17 +120,8 @@ def with_teacher_divergence(
     divides both by a row's length, here the divergence may be a mean over tokens while the objective is one over rows.
 
     Args:
-        scores: log-probs and entropies under the policy, [B, T] each, in nats; B at least 1.
-        batch: the micro-batch, each field [B, T]; the log-probs of its teacher are read.
-        totals: sampled tokens, rows and samples of the whole optimizer step.
-        gains: what the coefficients of the objective are multiplied with.
         objective: (scores, batch, totals, gains) -> loss and diagnostics.
         divergence: (logp [T], row) -> KL estimate [T] of one row, its logp_ref being the teacher's.
-        loss_aggregation: (batch, totals) -> v [B, T].
-        coef: coefficient of the divergence, per nat.
-
-    Returns:
-        The sum, a scalar, and the objective's diagnostics of each token, [B, T].
     """
     value, diagnostics = objective_value(objective, scores, batch, totals, gains)
     apart = vmap(divergence)(scores.logp, batch._replace(logp_ref=batch.logp_teacher))
@@ -248,9 +238,6 @@ def constant_length_over_samples(batch: Batch, totals: Totals, *, max_length: in
 
     Use it when: filters or missing scores should make a step smaller.
     Peers: TRL `dr_grpo` and `luspo`, with `mask_truncated_completions` or rewards of None.
-
-    Args:
-        max_length: L, in tokens: the longest completion allowed, or 1.
     """
     return batch.mask / (totals.samples.clamp(min=1) * max_length)
 
@@ -263,9 +250,6 @@ def constant_length(batch: Batch, totals: Totals, *, max_length: int) -> Float[T
 
     Use it when: you want the policy gradient without a length bias.
     Peers: verl `seq-mean-token-sum-norm`, TRL `dr_grpo`.
-
-    Args:
-        max_length: L, in tokens: the longest completion allowed, or 1.
     """
     return batch.mask / (totals.rows.clamp(min=1) * max_length)
 
@@ -345,13 +329,8 @@ def next_gains(
     """The gains of the next step, for `step.Algorithm.control`; those of a step that learned nothing stay.
 
     Args:
-        gains: those of this step.
-        figures: metrics of this step, by name.
         kl_control: (gain, measured KL) -> gain of the KL in the next step; None: it stays.
         entropy_control: (gain, measured entropy) -> gain of the entropy bonus in the next step; None: it stays.
-
-    Returns:
-        The gains of the next step.
     """
     kl = figures.get("loss/kl", figures.get("loss/approx_kl"))
     if kl is None:

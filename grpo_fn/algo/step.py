@@ -1,4 +1,9 @@
-"""One GRPO step (Shao et al. 2024, arXiv:2402.03300, Algorithm 1, lines 5 to 11) on one page."""
+"""One GRPO step (Shao et al. 2024, arXiv:2402.03300, Algorithm 1, lines 5 to 11) on one page.
+
+policy    the policy that learns, pi_theta
+rollout   the step's samples, B = P * G rows
+returns   logp_old of each token, [B, T], in nats
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -41,15 +46,7 @@ AT_THE_START = Carry(drawn=0, waiting=None, gains=UNMOVED)
 
 
 def from_sampler(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
-    """logp_old = logp_sampled: exact when sampler and trainer compute alike, as the local sampler does.
-
-    Args:
-        policy: the policy that learns; not read.
-        rollout: the step's samples, B = P * G rows.
-
-    Returns:
-        logp_old, [B, T], in nats.
-    """
+    """logp_old = logp_sampled: exact when sampler and trainer compute alike, as the local sampler does."""
     return rollout.logp_sampled
 
 
@@ -58,13 +55,6 @@ def from_trainer(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
 
     One more pass, unless the step has one update, whose own pass then gives it (`Algorithm.own_pass_suffices`).
     The policy as it is before this step's first update: groups that waited a step count as its own.
-
-    Args:
-        policy: the policy that learns.
-        rollout: the step's samples, B = P * G rows.
-
-    Returns:
-        logp_old, [B, T], in nats.
     """
     return policy.logp(rollout)
 

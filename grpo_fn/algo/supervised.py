@@ -1,5 +1,17 @@
 """Supervised tokens, which are given and not sampled: their cross entropy, what each weighs, and their share of a step.
 
+    logp         log-probs of the given tokens of a row, [T], in nats
+    row          the row, a Batch whose fields are [T]
+    scores       log-probs and entropies under the policy, [B, T] each, in nats; B at least 1
+    batch        a micro-batch of given rows, each field [B, T]; its mask says which tokens learn
+    totals       given tokens and rows of the whole optimizer step, the denominators in w
+    gains        not read
+    steps        steps taken before
+    scored       the step; its demonstrations are those of `train.train.demonstrations`
+    objective    of given tokens: `cross_entropy`
+    returns      the weight of each token, [T], 0 where ~mask; the objective and its diagnostics; the share mu, in [0,
+                 1]; the term, None when there is none
+
 As the only term of a step they make a supervised stage; beside sampled ones (`step.Algorithm.beside`) a mixture (CHORD,
 arXiv:2508.11408; ECHO, arXiv:2605.24517).
 """
@@ -48,16 +60,9 @@ def cross_entropy(
     The denominators in w are those of the given tokens of the whole optimizer step. phi is a constant to the gradient.
 
     Args:
-        scores: log-probs and entropies under the policy, [B, T] each, in nats; B at least 1.
-        batch: the micro-batch, each field [B, T]; its mask says which tokens learn.
-        totals: given tokens and rows of the whole optimizer step, the denominators in w.
-        gains: not read.
         token_weight: (logp [T], row) -> phi [T], what each token of a row weighs; None: phi = 1, plain fine-tuning as
             in TRL's `SFTTrainer`.
         loss_aggregation: (batch, totals) -> w [B, T].
-
-    Returns:
-        The objective, a scalar; and per token, [B, T] and detached, "nll" (-logp, nats) and "token_weight" (phi).
     """
     nll = -torch.where(batch.mask, scores.logp, 0.0)
     phi = batch.mask.to(nll.dtype) if token_weight is None else vmap(token_weight)(scores.logp, batch).detach()
@@ -75,13 +80,6 @@ def uncertain_tokens(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]
 
     Use it when: demonstrations of another policy must not tear down what this one can.
     Peers: Trinity-RFT `sft_phi`; ms-swift `chord_enable_phi_function`, which differentiates phi too.
-
-    Args:
-        logp: log-probs of the given tokens, in nats.
-        row: one row, whose fields are [T].
-
-    Returns:
-        The weight of each token, [T]; 0 where ~mask.
     """
     logp = torch.where(row.mask, logp, 0.0)
     return torch.where(row.mask, logp.exp() * -torch.expm1(logp), 0.0)
@@ -99,11 +97,7 @@ def constant_share(steps: int, *, mu: float) -> float:
     Peers: Trinity-RFT, ms-swift with `chord_mu_peak` = `chord_mu_valley`.
 
     Args:
-        steps: steps taken before.
         mu: the share, in [0, 1].
-
-    Returns:
-        mu.
     """
     return mu
 
@@ -117,14 +111,10 @@ def decaying_share(steps: int, *, peak: float, valley: float, warmup: int, decay
     Peers: Trinity-RFT, ms-swift `chord_mu_*`.
 
     Args:
-        steps: steps taken before.
         peak: largest mu, in [0, 1].
         valley: mu from the end of the decay on, in [0, 1].
         warmup: steps of the line.
         decay: steps of the cosine.
-
-    Returns:
-        mu, in [0, 1].
     """
     if steps < warmup:
         return peak * steps / warmup
@@ -145,12 +135,7 @@ def demonstrations(scored: ScoredStep, *, objective: Objective, share: Callable[
     Peers: Trinity-RFT `mix_chord`; ms-swift `chord_sft_dataset`.
 
     Args:
-        scored: the step; its demonstrations are those of `train.train.demonstrations`.
-        objective: of given tokens: `cross_entropy`.
         share: (steps taken before) -> mu, in [0, 1].
-
-    Returns:
-        The term.
 
     Raises:
         ValueError: mu is no share.
@@ -174,12 +159,7 @@ def observations(scored: ScoredStep, *, objective: Objective, coef: float) -> Te
     Peers: prime-rl.
 
     Args:
-        scored: the step; its rows are episodes.
-        objective: of given tokens: `cross_entropy`.
         coef: weight of the objective, at least 0.
-
-    Returns:
-        The term; None when no row has an observation.
     """
     rollout, valid = scored.groups.rollout, rearrange(scored.reward.valid, "p g -> (p g) 1")
     rows = given_batch(rollout._replace(mask=observed_tokens(rollout.mask) & valid.to(rollout.mask.device)))

@@ -1,5 +1,12 @@
 """From logits and one uniform number to a token and its log-probability.
 
+    logits        unnormalised log-probabilities, [*B, V]
+    u             uniform numbers on [0, 1), [*B]
+    temperature   divides the logits, dimensionless
+    top_k         number of likeliest tokens kept; 0: all
+    top_p         probability mass kept, above 0 to 1; 1: all
+    returns       the token, [*B], and its log-prob, [*B], in nats
+
 Each sampler has the signature `(logits [V], u [], *, knobs) -> (token [], logp [])`, vectorised over leading axes: from
 logits [*B, V] and u [*B] come a token and a logp [*B], each a function of its own row alone (bit for bit on CPU). u is
 uniform on [0, 1); the same u always means the same token. Nothing waits for the device.
@@ -30,15 +37,7 @@ BLOCK = 256  # entries of the vocabulary that are looked at one by one
 
 
 def greedy(logits: Float[Tensor, "*B V"], u: Float[Tensor, "*B"]) -> Draw:
-    """The most likely token (the lowest id among equals) and its logp under softmax(logits).
-
-    Args:
-        logits: unnormalised log-probabilities, [*B, V].
-        u: not read; [*B].
-
-    Returns:
-        The token, [*B], and its log-prob, [*B], in nats.
-    """
+    """The most likely token (the lowest id among equals) and its logp under softmax(logits)."""
     logp = torch.log_softmax(logits.float(), dim=-1)
     token = logp.argmax(dim=-1)
     return token, logp.gather(-1, token[..., None])[..., 0]
@@ -49,14 +48,6 @@ def categorical(logits: Float[Tensor, "*B V"], u: Float[Tensor, "*B"], *, temper
 
     token = min {i : p_0 + ... + p_i > u}. Probabilities below the spacing of u (2^-24 in float32) are met as often as
     the rounding of the sum lets them; a token of probability zero is never returned.
-
-    Args:
-        logits: unnormalised log-probabilities, [*B, V].
-        u: uniform numbers on [0, 1), [*B].
-        temperature: divides the logits, dimensionless.
-
-    Returns:
-        The token, [*B], and its log-prob under the distribution it was drawn from, [*B], in nats.
 
     Raises:
         ValueError: not 0 < temperature < inf.
@@ -74,16 +65,6 @@ def nucleus(
     2020, "The curious case of neural text degeneration"), which always includes the likeliest. The order is that of
     transformers and vLLM. A top_p < 1 costs a sort of the vocabulary.
 
-    Args:
-        logits: unnormalised log-probabilities, [*B, V].
-        u: uniform numbers on [0, 1), [*B].
-        temperature: divides the logits, dimensionless.
-        top_k: number of likeliest tokens kept; 0: all.
-        top_p: probability mass kept, above 0 to 1; 1: all.
-
-    Returns:
-        The token, [*B], and its log-prob under the distribution it was drawn from, [*B], in nats.
-
     Raises:
         ValueError: not 0 < temperature < inf, top_k >= 0 and 0 < top_p <= 1.
     """
@@ -98,14 +79,6 @@ def gumbel_max(logits: Float[Tensor, "*B V"], u: Float[Tensor, "*B"], *, tempera
     the key that the 53 bits of u are, so two policies that share u share every g_i. logp is that of `categorical`, to
     the last bit. It costs 32 random bits and two logarithms for each entry of the vocabulary.
 
-    Args:
-        logits: unnormalised log-probabilities, [*B, V].
-        u: uniform numbers on [0, 1), [*B]; in float64, as the float32 ones name no more than 2^24 sets of noise.
-        temperature: divides the logits, dimensionless.
-
-    Returns:
-        The token, [*B], and its log-prob under the distribution it was drawn from, [*B], in nats.
-
     Raises:
         ValueError: not 0 < temperature < inf.
     """
@@ -116,16 +89,6 @@ def gumbel_max_nucleus(
     logits: Float[Tensor, "*B V"], u: Float[Tensor, "*B"], *, temperature: float, top_k: int, top_p: float
 ) -> Draw:
     """A draw from the distribution of `nucleus` by the Gumbel-max trick of `gumbel_max`.
-
-    Args:
-        logits: unnormalised log-probabilities, [*B, V].
-        u: uniform numbers on [0, 1), [*B], in float64.
-        temperature: divides the logits, dimensionless.
-        top_k: number of likeliest tokens kept; 0: all.
-        top_p: probability mass kept, above 0 to 1; 1: all.
-
-    Returns:
-        The token, [*B], and its log-prob under the distribution it was drawn from, [*B], in nats.
 
     Raises:
         ValueError: not 0 < temperature < inf, top_k >= 0 and 0 < top_p <= 1.

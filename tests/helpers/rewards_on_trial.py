@@ -1,29 +1,12 @@
 """Rewards, sound and unsound, that the test kit is tried on: found by name in workers, so nothing heavy is imported."""
 
 import math
-import random
 import re
 import time
 
 
-def shares_digits(problem, completion):
-    return sum(c in "0123456789" for c in completion.text) / max(1, len(completion.text))
-
-
-async def in_its_own_time(problem, completion):
-    return None if completion.truncated else 1.0
-
-
 def scaled(problem, completion, *, by):
     return by * completion.truncated
-
-
-def parses(problem, completion):
-    return float(completion.text)
-
-
-def returns_text(problem, completion):
-    return "1.0"
 
 
 def returns_nan(problem, completion):
@@ -43,22 +26,9 @@ def computes(problem, completion):
     return float(eval("9**9**9**9") if "9^{9" in completion.text else 0)
 
 
-def allocates(problem, completion):
-    return float(len(bytearray(2**33))) if "\\" in completion.text else 0.0
-
-
 def exits(problem, completion):
     exec("__import__('os')._exit(1)" if "_exit" in completion.text else "")
     return 0.0
-
-
-def draws(problem, completion):
-    return random.random()
-
-
-def counts(problem, completion, *, so_far=[]):  # noqa: B006
-    so_far.append(completion)
-    return float(len(so_far))
 
 
 def remembers(problem, completion, *, before=[None]):  # noqa: B006

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -19,7 +18,7 @@ from grpo_fn.rewards import format
 from grpo_fn.rewards import format as repetition
 from grpo_fn.rewards.math import correct, lenient
 from grpo_fn.shell.reward_workers.reward_pool import RewardError
-from grpo_fn.testing import advantages, aggregations, harness, kls, rewards, texts
+from grpo_fn.testing import advantages, aggregations, harness, kls, texts
 from grpo_fn.testing import losses as token_losses
 
 
@@ -71,31 +70,8 @@ def keeps_the_invalid(reward, valid):
     return advantage.mean_centered(reward.nan_to_num(), torch.ones_like(valid))
 
 
-def in_float32(reward, valid):
-    return advantage.mean_centered(reward, valid).float()
-
-
 def hides_what_is_odd(reward, valid):
     return advantage.mean_centered(reward, valid).nan_to_num(0.0, 0.0, 0.0)
-
-
-ADVANTAGE_FAULTS = [
-    (plain_normalized, advantages.constant_group_is_exactly_zero),
-    (counts_the_invalid, advantages.invalid_samples_do_not_affect_others),
-    (against_the_first, advantages.order_does_not_matter),
-    (others_std, advantages.advantages_are_bounded),
-    (looks_at_the_data, advantages.groups_do_not_leak),
-    (keeps_the_invalid, advantages.finite_and_zero_where_invalid),
-    (in_float32, advantages.finite_and_zero_where_invalid),
-    (hides_what_is_odd, advantages.a_reward_that_is_not_finite_shows),
-]
-
-
-@pytest.mark.usefixtures("unshrunk")
-@pytest.mark.parametrize(("faulty", "invariant"), ADVANTAGE_FAULTS)
-def test_a_faulty_advantage_is_caught_by_the_invariant_that_it_breaks(faulty, invariant):
-    with pytest.raises((AssertionError, RuntimeError)):
-        invariant(faulty, testing.finite_floats())
 
 
 def test_what_broke_is_said_with_the_example_that_broke_it():
@@ -116,17 +92,9 @@ def sound(logp, row):
     return torch.where(row.mask, -row.adv * torch.where(row.mask, logp, 0.0), 0.0), seen(logp, row)
 
 
-def masks_the_product(logp, row):
-    return -row.adv * logp * row.mask, seen(logp, row)
-
-
 def masks_the_output_only(logp, row):
     """The value is right, and the gradient is 0 * inf."""
     return torch.where(row.mask, -row.adv * (logp - row.logp_old).exp(), 0.0), seen(logp, row)
-
-
-def over_the_width(logp, row):
-    return sound(logp, row)[0] / len(logp), seen(logp, row)
 
 
 def branches(logp, row):
@@ -142,36 +110,12 @@ def says_what_no_metric_has(logp, row):
     return sound(logp, row)[0], {"ratio": torch.ones_like(logp), "novelty": torch.ones_like(logp)}
 
 
-def says_shares(logp, row):
-    return sound(logp, row)[0], seen(logp, row, clip_low=torch.full_like(logp, 0.5))
-
-
-def says_one_number(logp, row):
-    return sound(logp, row)[0], seen(logp, row, ratio=torch.ones((), dtype=logp.dtype))
-
-
 def says_nan(logp, row):
     return sound(logp, row)[0], seen(logp, row, ratio=torch.where(row.mask, 1.0, torch.nan))
 
 
-def says_both(logp, row):
-    return sound(logp, row)[0], seen(logp, row, clip_low=torch.ones_like(logp), clip_high=torch.ones_like(logp))
-
-
-def says_what_is_masked(logp, row):
-    return sound(logp, row)[0], seen(logp, row, ratio=logp.nan_to_num(0.5, 0.5, 0.5).clamp(-9, 9))
-
-
 def says_how_wide_it_is(logp, row):
     return sound(logp, row)[0], seen(logp, row, ratio=torch.full_like(logp, len(logp)))
-
-
-def costs_padding(logp, row):
-    return torch.where(row.mask, sound(logp, row)[0], 1.0), seen(logp, row)
-
-
-def in_double(logp, row):
-    return sound(logp, row)[0] * torch.ones((), dtype=torch.float64)[None], seen(logp, row)
 
 
 class _Twice(torch.autograd.Function):
@@ -196,59 +140,6 @@ class _Twice(torch.autograd.Function):
         return tangent.clone()
 
 
-class _Behind(torch.autograd.Function):
-    """x -> 0 with a gradient of 1 nevertheless."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return torch.zeros_like(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class _Mixed(torch.autograd.Function):
-    """x -> x, and under vmap the mean over what is vmapped."""
-
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return x.mean(in_dims[0], keepdim=True).expand_as(x).clone(), in_dims[0]
-
-
-def learns_behind_the_mask(logp, row):
-    loss, diagnostics = sound(logp, row)
-    return loss + _Behind.apply(logp), diagnostics
-
-
-def mixes_rows(logp, row):
-    loss, diagnostics = sound(logp, row)
-    return _Mixed.apply(loss), diagnostics
-
-
-def mixes_what_it_says(logp, row):
-    loss, diagnostics = sound(logp, row)
-    return loss, {**diagnostics, "ratio": _Mixed.apply(row.mask.to(logp.dtype))}
-
-
 def wrong_in_float32(logp, row):
     loss, diagnostics = sound(logp, row)
     return loss * (1.01 if logp.dtype == torch.float32 else 1.0), diagnostics
@@ -256,37 +147,6 @@ def wrong_in_float32(logp, row):
 
 def wrong_backward(logp, row):
     return sound(_Twice.apply(logp), row)
-
-
-LOSS_FAULTS = [
-    (masks_the_product, token_losses.what_is_behind_the_mask_has_no_say),
-    (masks_the_output_only, token_losses.what_is_behind_the_mask_has_no_say),
-    (costs_padding, token_losses.what_is_behind_the_mask_has_no_say),
-    (says_what_is_masked, token_losses.what_is_behind_the_mask_has_no_say),
-    (learns_behind_the_mask, token_losses.what_is_behind_the_mask_has_no_say),
-    (costs_padding, token_losses.padding_changes_nothing),
-    (says_how_wide_it_is, token_losses.padding_changes_nothing),
-    (over_the_width, token_losses.padding_changes_nothing),
-    (branches, token_losses.rows_do_not_leak),
-    (mixes_rows, token_losses.rows_do_not_leak),
-    (mixes_what_it_says, token_losses.rows_do_not_leak),
-    (overflows, token_losses.policies_worlds_apart_stay_finite),
-    (says_what_no_metric_has, token_losses.reports_known_diagnostics),
-    (says_shares, token_losses.reports_known_diagnostics),
-    (says_one_number, token_losses.reports_known_diagnostics),
-    (says_nan, token_losses.reports_known_diagnostics),
-    (says_both, token_losses.reports_known_diagnostics),
-    (wrong_in_float32, token_losses.float32_gives_what_float64_gives),
-    (in_double, token_losses.float32_gives_what_float64_gives),
-    (wrong_backward, token_losses.reverse_and_forward_gradient_agree),
-]
-
-
-@pytest.mark.usefixtures("unshrunk")
-@pytest.mark.parametrize(("faulty", "invariant"), LOSS_FAULTS)
-def test_a_faulty_loss_is_caught_by_the_invariant_that_it_breaks(faulty, invariant):
-    with pytest.raises((AssertionError, RuntimeError)):
-        invariant(faulty)
 
 
 # -- KL estimators
@@ -297,42 +157,8 @@ def plain_k3(logp, row):
     return x.exp() - x - 1
 
 
-def unmasked_k2(logp, row):
-    return (row.logp_ref - logp) ** 2 / 2
-
-
 def never_zero(logp, row):
     return torch.where(row.mask, objective.k2(logp, row) + 1e-9, 0.0)
-
-
-def relative(logp, row):
-    x = objective.k2(logp, row)
-    return x / len(x)
-
-
-def careless(logp, row):
-    return objective.k2(logp, row) if bool(row.mask.any()) else torch.zeros_like(logp)
-
-
-def wrong_slope(logp, row):
-    return objective.k2(_Twice.apply(logp), row)
-
-
-KL_FAULTS = [
-    (plain_k3, token_losses.policies_worlds_apart_stay_finite),
-    (unmasked_k2, token_losses.what_is_behind_the_mask_has_no_say),
-    (never_zero, kls.agreeing_policies_cost_exactly_nothing),
-    (relative, token_losses.padding_changes_nothing),
-    (careless, token_losses.rows_do_not_leak),
-    (wrong_slope, token_losses.reverse_and_forward_gradient_agree),
-]
-
-
-@pytest.mark.usefixtures("unshrunk")
-@pytest.mark.parametrize(("faulty", "invariant"), KL_FAULTS)
-def test_a_faulty_kl_is_caught_by_the_invariant_that_it_breaks(faulty, invariant):
-    with pytest.raises((AssertionError, RuntimeError)):
-        invariant(faulty)
 
 
 # -- weights
@@ -350,43 +176,41 @@ def weighs_padding(batch, totals):
     return torch.ones(batch.mask.shape, dtype=torch.float64) / totals.tokens.clamp(min=1)
 
 
-def of_nothing(batch, totals):
-    return batch.mask / totals.tokens
-
-
 def grows_with_the_ranks(batch, totals):
     return batch.mask * totals.rows
 
 
-WEIGHT_FAULTS = [
+FAULTS = [
+    (plain_normalized, advantages.constant_group_is_exactly_zero),
+    (counts_the_invalid, advantages.invalid_samples_do_not_affect_others),
+    (against_the_first, advantages.order_does_not_matter),
+    (others_std, advantages.advantages_are_bounded),
+    (looks_at_the_data, advantages.groups_do_not_leak),
+    (keeps_the_invalid, advantages.finite_and_zero_where_invalid),
+    (hides_what_is_odd, advantages.a_reward_that_is_not_finite_shows),
+    (masks_the_output_only, token_losses.what_is_behind_the_mask_has_no_say),
+    (says_how_wide_it_is, token_losses.padding_changes_nothing),
+    (branches, token_losses.rows_do_not_leak),
+    (overflows, token_losses.policies_worlds_apart_stay_finite),
+    (says_what_no_metric_has, token_losses.reports_known_diagnostics),
+    (says_nan, token_losses.reports_known_diagnostics),
+    (wrong_in_float32, token_losses.float32_gives_what_float64_gives),
+    (wrong_backward, token_losses.reverse_and_forward_gradient_agree),
+    (plain_k3, token_losses.policies_worlds_apart_stay_finite),
+    (never_zero, kls.agreeing_policies_cost_exactly_nothing),
     (by_its_own_tokens, aggregations.parts_of_a_step_weigh_what_they_weigh_in_the_whole),
     (by_its_width, aggregations.padding_changes_no_weight),
     (weighs_padding, aggregations.only_sampled_tokens_weigh),
-    (of_nothing, aggregations.only_sampled_tokens_weigh),
     (grows_with_the_ranks, aggregations.totals_of_more_ranks_weigh_less),
 ]
 
 
 @pytest.mark.usefixtures("unshrunk")
-@pytest.mark.parametrize(("faulty", "invariant"), WEIGHT_FAULTS)
-def test_faulty_weights_are_caught_by_the_invariant_that_they_break(faulty, invariant):
-    with pytest.raises(AssertionError):
-        invariant(faulty)
-
-
-@pytest.mark.parametrize(
-    ("module", "faults"),
-    [(advantages, ADVANTAGE_FAULTS), (token_losses, LOSS_FAULTS), (kls, KL_FAULTS), (aggregations, WEIGHT_FAULTS)],
-    ids=lambda x: x.__name__.rpartition(".")[2] if inspect.ismodule(x) else "",
-)
-def test_every_invariant_is_in_the_list_and_has_a_fault_that_it_catches(module, faults):
-    own = {f for _, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
-    helpers = {"loss_gradient", "in_full", "totals", "masked_rows", "grouped_rows"}
-    shared = {f for f in module.INVARIANTS if f.__module__ != module.__name__}  # what a KL estimator is a loss in
-    invariants = {f for f in own if not f.__name__.startswith("check_") and f.__name__ not in helpers}
-    assert set(module.INVARIANTS) == invariants | shared == {invariant for _, invariant in faults}
-    assert not shared or (module is kls and shared <= set(token_losses.INVARIANTS))
-    assert all(f.__doc__ for f in invariants)
+@pytest.mark.parametrize(("faulty", "invariant"), FAULTS)
+def test_a_faulty_function_is_caught_by_the_invariant_that_it_breaks(faulty, invariant):
+    drawn = (testing.finite_floats(),) if invariant in advantages.INVARIANTS else ()
+    with pytest.raises((AssertionError, RuntimeError)):
+        invariant(faulty, *drawn)
 
 
 # -- rewards
@@ -397,12 +221,8 @@ def test_every_invariant_is_in_the_list_and_has_a_fault_that_it_catches(module, 
 @pytest.mark.parametrize(
     ("reward", "complaint"),
     [
-        (trial.parses, "could not convert string to float"),
-        (trial.returns_text, "expected a finite number or None"),
         (trial.returns_nan, "expected a finite number or None"),
         (trial.needs_meta, "KeyError: 'tests'"),
-        (trial.draws, r"for the same rows, expected the same|in another process and order"),
-        (trial.counts, r"for the same rows, expected the same|in another process and order"),
         (trial.remembers, r"for the same rows, expected the same|in another process and order"),
         (trial.takes_the_time, r"for the same rows, expected the same|in another process and order"),
         (trial.salted, "in another process and order"),
@@ -419,9 +239,7 @@ def test_an_unsound_reward_is_caught_and_the_complaint_says_why(reward, complain
     ("reward", "text"),
     [
         (trial.sleeps, "((((("),
-        (trial.backtracks, "The answer is 999"),
         (trial.computes, "9^{9"),
-        (trial.allocates, "boxed"),
         (trial.exits, "_exit"),
     ],
 )
@@ -430,24 +248,6 @@ def test_a_reward_that_a_text_can_hang_bloat_or_end_is_caught_and_the_text_is_sh
         testing.check_reward(reward, deadline=1.0)
     assert text in str(caught.value)
     assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.usefixtures("fewer")
-def test_every_hostile_text_is_tried_and_every_row_twice_and_in_two_processes(monkeypatch):
-    asked = []
-
-    @contextmanager
-    def listening(*_):
-        asked.append([])
-        mine = asked[-1]
-        yield lambda rows: [mine.append(row) or 0.5 for row in rows]
-
-    monkeypatch.setattr(rewards, "scoring", listening)
-    testing.check_reward(trial.scaled)
-    one, other = asked
-    assert {row.completion.text for row in one} >= {*testing.HOSTILE, *testing.BOMBS}
-    assert all(one.count(row) >= 2 for row in other)
-    assert len(other) >= settings().max_examples
 
 
 @pytest.mark.parametrize("reward", [lambda problem, completion: 1.0, partial(lambda p, c, *, by: by, by=1.0)])
@@ -529,6 +329,3 @@ def test_the_corners_of_a_batch_are_drawn():
     assert any(batch.mask.any() and not batch.mask.any(-1).all() for batch in batches)
     assert any(batch.selected.any() for batch in batches)
     assert any((batch.adv != batch.adv[:, :1]).any() for batch in batches)
-
-
-# -- how it is proven

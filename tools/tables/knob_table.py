@@ -1,7 +1,8 @@
 """Every knob that a gin file can bind, in a table for each function.
 
 A knob is what `knobs_of` lets a gin file bind and the program does not pass itself. Its type and meaning are those of
-the code: the annotation, and the comment beside it or its line under "Args:".
+the code: the annotation, and the comment beside it, its line under "Args:" or, for all functions of
+a module, in the table of the module's docstring.
 """
 
 import ast
@@ -119,7 +120,7 @@ def declarations(target: Target) -> tuple[dict[str, str], dict[str, str]]:
         source = textwrap.dedent(inspect.getsource(owner))
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
         comments = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
-        lines = argument_lines(owner)
+        lines = {**shared_lines(owner), **argument_lines(owner)}
         for node in ast.walk(ast.parse(source)):  # the outermost first: a field before a parameter of some method
             name = node.arg if isinstance(node, ast.arg) else getattr(getattr(node, "target", None), "id", "")
             if name and name not in types and (annotation := getattr(node, "annotation", None)):
@@ -136,6 +137,13 @@ def argument_lines(target: Target) -> Mapping[str, str]:
     block = re.split(r"\n(?=\S)", rest, maxsplit=1)[0] if label else ""
     entries = re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {6,}.*)*)", block, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
+
+
+def shared_lines(target: Target) -> Mapping[str, str]:
+    """The table in the docstring of a function's module, `    name   meaning`: what all functions there take."""
+    text = inspect.getmodule(target).__doc__ or "" if inspect.isfunction(target) else ""
+    entries = re.findall(r"^ {4}(\w+) {2,}(\S.*(?:\n {8,}\S.*)*)", text, re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in entries}
 
 
 def place(target: Target) -> tuple[object, ...]:
