@@ -1,8 +1,10 @@
 """One GRPO step (Shao et al. 2024, arXiv:2402.03300, Algorithm 1, lines 5 to 11) on one page.
 
-policy    the policy that learns, pi_theta
-rollout   the step's samples, B = P * G rows
-returns   logp_old of each token, [B, T], in nats
+The ratio's denominator is `(policy, rollout) -> logp_old`:
+
+    policy    the policy that learns, pi_theta
+    rollout   the step's samples, B = P * G rows
+    returns   logp_old of each token, [B, T], in nats
 """
 
 from collections.abc import Callable, Mapping, Sequence
