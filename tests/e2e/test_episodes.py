@@ -4,7 +4,6 @@ import gzip
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -62,30 +61,6 @@ def test_a_step_is_replayed_without_its_tool(cache: Path, tmp_path: Path, capsys
     run = run_of(cache, tmp_path / "run", **tool_bindings(tmp_path / "tool"))
     (tmp_path / "tool").unlink()
     assert replay([str(run), "--step", "3"]) == 0, capsys.readouterr().out
-    assert "is what it was" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_step_is_replayed_after_the_program_of_its_mcp_server_is_deleted(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    pytest.importorskip("mcp", reason="NOT TESTED without the mcp library: replay of an MCP server's tools")
-    program = tmp_path / "server.py"
-    program.write_text((TESTS / "helpers" / "mcp_server_program.py").read_text())
-    argv = command(
-        cache,
-        tmp_path / "run",
-        *("--gin_file", str(TESTS / "e2e" / "mcp_tools.gin")),
-        mcp_tools__environment__command=repr((sys.executable, str(program))),
-    )
-    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    turns = [turn for row in rows(tmp_path / "run", 3) for turn in row["turns"]]
-    observed = [turn["observation"] for turn in turns if turn["observation"]]
-    assert observed
-    assert not any("error" in text for text in observed)
-    assert metrics(tmp_path / "run")[3]["episode/environment_failures"] == 0
-    program.unlink()
-    assert replay([str(tmp_path / "run"), "--step", "3"]) == 0, capsys.readouterr().out
     assert "is what it was" in capsys.readouterr().out
 
 
