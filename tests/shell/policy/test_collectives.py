@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -141,21 +141,7 @@ def disagreements(calls: dict[int, Sequence[Call]]) -> Iterator[str]:
                 yield f"rank {rank}, in {group}: other calls than rank {members[0]}'s"
 
 
-def no_mistake(policy: FSDPPolicy) -> None: ...
-
-
-def own_rows(policy: FSDPPolicy) -> None:
-    """A mistake: where this rank has no row that learns, it leaves the backward pass out."""
-    right = policy.vjp
-
-    def vjp(batch: Batch) -> tuple[Scores, Callable[[Scores], None]]:
-        scores, pullback = right(batch)
-        return scores, pullback if bool(policy._dealt(batch.mask).any()) else lambda dscores: None
-
-    policy.vjp = vjp
-
-
-def trace(mesh: str, rank: int, folder: str, mistake: Callable[[FSDPPolicy], None]) -> list[Call]:
+def trace(mesh: str, rank: int, folder: str) -> list[Call]:
     """What that rank calls in an update of several micro-batches, and when the weights go to the sampler."""
     os.environ["LOCAL_WORLD_SIZE"] = str(ON_HOST)
     bound = load_config(["run/arithmetic.gin", *(f"scale/{name}.gin" for name in mesh.split("+"))], []).kwargs()
@@ -182,7 +168,6 @@ def trace(mesh: str, rank: int, folder: str, mistake: Callable[[FSDPPolicy], Non
         initial_scale=1.0,
         max_grad_norm=1.0,
     )
-    mistake(policy)
     tokens, mask = rows_of(VOCABULARY, groups=RANKS // 4, size=8, prompt=6, new=10)
     none = torch.zeros(mask.shape)
     batch = Batch(tokens, mask, none, none, none, none, none + 1, torch.zeros_like(mask), mask.long())
@@ -200,9 +185,9 @@ def trace(mesh: str, rank: int, folder: str, mistake: Callable[[FSDPPolicy], Non
     return world.calls
 
 
-def main(mesh: str, *given: str) -> None:
+def main(mesh: str, *words: str) -> None:
     """Trace these ranks of a mesh, each in a process of its own, forked from one that has imported everything."""
-    ranks, mistake = [int(word) for word in given if word.isdigit()], own_rows if "own_rows" in given else no_mistake
+    ranks = [*map(int, words)]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         setting = Setting(device="cpu", tiny=True, scratch=scratch)
@@ -211,7 +196,7 @@ def main(mesh: str, *given: str) -> None:
             if (child := os.fork()) == 0:
                 try:
                     torch.set_num_threads(1)  # makes the thread pool that the fork broke
-                    Path(scratch, f"{rank}.json").write_text(json.dumps(trace(mesh, rank, folder, mistake)))
+                    Path(scratch, f"{rank}.json").write_text(json.dumps(trace(mesh, rank, folder)))
                 except BaseException:
                     sys.excepthook(*sys.exc_info())
                     os._exit(1)
@@ -221,11 +206,11 @@ def main(mesh: str, *given: str) -> None:
         print(json.dumps({rank: json.loads(Path(scratch, f"{rank}.json").read_text()) for rank in ranks}))
 
 
-def traced(mesh: str, ranks: Iterable[int], *mistake: str) -> dict[int, list[Call]]:
+def traced(mesh: str, ranks: Iterable[int]) -> dict[int, list[Call]]:
     """What each of these ranks calls; this file is the program that traces them."""
     paths = ("", "tests", "tests/helpers", "tools/device_check")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in paths)}
-    command = [sys.executable, __file__, mesh, *map(str, ranks), *mistake]
+    command = [sys.executable, __file__, mesh, *map(str, ranks)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=1800)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     found = json.loads(done.stdout.splitlines()[-1])
@@ -243,12 +228,6 @@ def test_all_ranks_of_a_mesh_call_the_same_collectives_in_the_same_order(mesh: s
 def sample() -> dict[int, list[Call]]:
     """Ranks of three dimensions, of which there are two for each dimension that differ in it alone."""
     return traced("hybrid_shard+tensor_parallel", (0, 1, 2, 8, RANKS - 1))
-
-
-@pytest.mark.slow
-def test_some_ranks_of_three_dimensions_call_the_same_collectives(sample) -> None:
-    assert not [*disagreements(sample)]
-    assert len({call.kind()[1:] for call in sample[0]}) >= 4, "three dimensions, and all ranks that have rows"
 
 
 def test_a_dry_run_counts_the_bytes_that_a_rank_receives(sample) -> None:
@@ -279,25 +258,6 @@ def test_a_dry_run_counts_the_bytes_that_a_rank_receives(sample) -> None:
     assert "sums of shared products" in said
     summed = sum(call.kind()[:2] == ("_c10d_functional::all_reduce", 2) for call in sample[0])
     assert summed == 7 * SHAPE.layers * micro_batches + 1  # and one of the norm
-
-
-@pytest.mark.slow
-def test_ranks_that_look_at_their_own_rows_are_seen() -> None:
-    """Only the last has a micro-batch in which it has no row."""
-    found = [*disagreements(traced("full_shard", (0, 1, RANKS - 1), "own_rows"))]
-    assert len(found) == 2
-    assert all(line.startswith(f"rank {RANKS - 1}, ") for line in found)
-
-
-def test_groups_may_differ_in_shapes_but_not_in_the_order_between_them() -> None:
-    """Pairs have rows of their own, and so other shapes; which group comes first is the same everywhere."""
-    pairs, across = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}, {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
-    right = {r: [Call("sum", pairs[r], f"{pairs[r]}", 0), Call("sum", across[r], "", 0)] for r in range(4)}
-    assert not [*disagreements(right)]
-    swapped = {**right, 2: right[2][::-1], 3: right[3][::-1]}  # in each group all is as it should be
-    assert [line.split(",")[0] for line in disagreements(swapped)] == ["rank 2", "rank 3"]
-    (line,) = disagreements({0: [Call("sum", (1, 2), "", 0)]})
-    assert "without it" in line
 
 
 if __name__ == "__main__":

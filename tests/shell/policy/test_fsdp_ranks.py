@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from itertools import product
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from crew import CPU, crew
 from fakes import MODELS
 from hypothesis import Phase, given, settings
 from test_fsdp import (
-    GIVEN,
     OBJECTIVES,
     PRODUCT,
     V,
@@ -35,7 +34,6 @@ from test_fsdp import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from grpo_fn.config import freeze, load_config
@@ -167,6 +165,28 @@ class Expected(NamedTuple):
     logp: Tensor
 
 
+def in_float64(alone: FunctionalPolicy, pull: Callable[[FunctionalPolicy], None]) -> dict[str, Tensor]:
+    """The gradients that `pull` gives the same model in float64."""
+    precise = FunctionalPolicy(deepcopy(alone.model).double(), temperature=TEMPERATURE)
+    pull(precise)
+    return precise.grads
+
+
+def apart(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """The largest difference, of the largest entry."""
+    off = max(float((grads[name].double() - x).abs().max()) for name, x in exact.items())
+    return off / max(float(x.abs().max()) for x in exact.values())
+
+
+def share_of_rounding(alone: FunctionalPolicy, pull: Callable[[FunctionalPolicy], None]) -> float:
+    """How far a step's gradients of ranks and of one process may be apart: three times the one process's rounding.
+
+    Each is the float64 gradient, rounded in an order of its own: in 49 steps two ranks were at most 2.3 times as far
+    from it as one process.
+    """
+    return max(1e-6, 3 * apart(alone.grads, in_float64(alone, pull)))
+
+
 @lru_cache(maxsize=1024)
 def expected(folders: Path, model: str, adapted: bool, which: str, seed: int, rows: int) -> Expected:
     alone = oracle(folders, Case(model, "", adapted=adapted))
@@ -174,9 +194,10 @@ def expected(folders: Path, model: str, adapted: bool, which: str, seed: int, ro
     climb(alone, [batch], PRODUCT[which], count(batch))
     grads = alone.grads
     largest = max(float(g.abs().max()) for g in grads.values())
-    precise = FunctionalPolicy(deepcopy(alone.model).double(), temperature=TEMPERATURE)
-    climb(precise, [doubled(batch)], PRODUCT[which], count(doubled(batch)))
-    rounding = max(float((g.double() - precise.grads[name]).abs().max()) for name, g in grads.items()) / largest
+
+    def climb_precisely(policy: FunctionalPolicy) -> None:
+        climb(policy, [doubled(batch)], PRODUCT[which], count(doubled(batch)))
+
     _, norm = clipped(grads, 1.0)
     limit = norm * (0.5 if seed % 2 else 2.0)
     # A step as large as the gradients are, not as their signs say: it does not turn the rounding of a tiny one into a
@@ -185,7 +206,8 @@ def expected(folders: Path, model: str, adapted: bool, which: str, seed: int, ro
     alone.params = after
     named = {name: p.detach().clone() for name, p in alone.model.named_parameters()}
     logp = alone.vjp(plain(batch.tokens, batch.mask))[0].logp
-    return Expected(grads, norm, largest, max(1e-6, 3 * rounding), limit, {**named, **after}, logp)
+    tolerance = share_of_rounding(alone, climb_precisely)
+    return Expected(grads, norm, largest, tolerance, limit, {**named, **after}, logp)
 
 
 # -- what ranks do
@@ -218,23 +240,11 @@ def built(world: World, folder: str, case: Case, **knobs: Any) -> FSDPPolicy:
 def policy_of(world: World, placed: LoadedModel, **knobs: Any) -> FSDPPolicy:
     enlivened(placed.logprob_model.model)
     chosen = {
-        **{
-            "micro_tokens": 30,
-            "min_micro_batches": 1,
-            "max_grad_norm": 1e9,
-            "schedule": unmoved,
-            "seed": 0,
-            "initial_scale": 1.0,
-        },
-        **{"optimizer": partial(adamw, **STEP, eps=1e-8), "loss_scale": None},
+        **{"micro_tokens": 30, "min_micro_batches": 1, "max_grad_norm": 1e9, "schedule": unmoved, "seed": 0},
+        **{"optimizer": partial(adamw, **STEP, eps=1e-8), "loss_scale": None, "initial_scale": 1.0},
+        **{"world": world, "data": placed.data, "reference_model": placed.reference_model},
     }
-    own = {
-        "world": world,
-        "data": placed.data,
-        "reference_model": placed.reference_model,
-        "dropout_modules": placed.dropout_modules,
-    }
-    return FSDPPolicy(placed.logprob_model, **own, **{**chosen, **knobs})
+    return FSDPPolicy(placed.logprob_model, dropout_modules=placed.dropout_modules, **{**chosen, **knobs})
 
 
 def gathered_grads(policy: FSDPPolicy) -> dict[str, Tensor]:
@@ -265,18 +275,6 @@ def one_step(
     grads = gathered_grads(policy)
     figures = policy.update()
     return Seen(before, grads, figures, weights_of(policy), policy.logp(rollout(batch.tokens, batch.mask)))
-
-
-def many_gradients(
-    world: World, folder: str, case: Case, asked: list[tuple[list[Batch], Callable, Any]]
-) -> list[dict[str, Tensor]]:
-    """The gradients of one objective after another, of the same weights."""
-    policy, found = built(world, folder, case), []
-    for micros, f, totals in asked:
-        climb(policy, micros, f, totals)
-        found.append(gathered_grads(policy))
-        policy.optimizer.zero_grad(set_to_none=True)
-    return found
 
 
 def energies(world: World, folder: str, case: Case, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -313,17 +311,14 @@ def alike_in_words(found: list[Any]) -> Any:
 # -- what is read without a gradient
 
 
-@pytest.mark.parametrize(
-    ("size", "strategy", "model"), [(2, "full_shard", "qwen2_tied"), (4, "hybrid_shard", "gemma2_capped")]
-)
-def test_energies_are_those_of_one_process(folders, size, strategy, model):
-    case, batch = Case(model, strategy), batch_for(model, 2, 7)
-    seen = alike(crew(size).run(energies, str(folders / model), case, batch.tokens, batch.mask))
+def test_energies_are_those_of_one_process(folders):
+    case, batch = Case("gemma2_capped", "full_shard"), batch_for("gemma2_capped", 2, 7)
+    seen = alike(crew(2).run(energies, str(folders / case.model), case, batch.tokens, batch.mask))
     torch.testing.assert_close(seen, oracle(folders, case).energy(batch.tokens, batch.mask), rtol=0, atol=5e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "strategy"), [(2, "full_shard"), (4, "hybrid_shard"), (2, "no_shard")])
+@pytest.mark.parametrize(("size", "strategy"), [(4, "hybrid_shard"), (2, "no_shard")])
 def test_muon_moves_a_matrix_to_the_last_bit_as_one_process_does(folders, size, strategy):
     asked = str(folders / "qwen3_untied"), Case("qwen3_untied", strategy)
     several, single = (alike(crew(n).run(muon_steps, *asked)) for n in (size, 1))
@@ -335,18 +330,16 @@ def test_muon_moves_a_matrix_to_the_last_bit_as_one_process_does(folders, size, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", list(SIZES))
-@pytest.mark.parametrize("adapted", [False, True])
-def test_a_step_of_muon_is_that_of_one_process(folders, size, adapted):
+@pytest.mark.parametrize(("size", "strategy", "adapted"), [(2, "full_shard", True), (4, "hybrid_shard", False)])
+def test_a_step_of_muon_is_that_of_one_process(folders, size, strategy, adapted):
     """To the rounding of the gradients: what they are off by, the iteration in bfloat16 can make a digit of it."""
-    for strategy in SIZES[size]:
-        case, batch = Case("qwen3_untied", strategy, adapted=adapted), batch_for("qwen3_untied", 1, 7)
-        asked = (str(folders / case.model), case, [batch], PRODUCT[sorted(PRODUCT)[0]], count(batch), batch)
-        several, single = (alike(crew(n).run(one_step, *asked, {"optimizer": MUON})) for n in (size, 1))
-        moved = max(float((single.weights[name] - x).abs().max()) for name, x in single.before.items())
-        assert moved > 1e-3
-        for name, x in single.weights.items():
-            assert float((several.weights[name] - x).abs().max()) <= 1e-2 * moved, (strategy, name)
+    case, batch = Case("qwen3_untied", strategy, adapted=adapted), batch_for("qwen3_untied", 1, 7)
+    asked = (str(folders / case.model), case, [batch], PRODUCT[sorted(PRODUCT)[0]], count(batch), batch)
+    several, single = (alike(crew(n).run(one_step, *asked, {"optimizer": MUON})) for n in (size, 1))
+    moved = max(float((single.weights[name] - x).abs().max()) for name, x in single.before.items())
+    assert moved > 1e-3
+    for name, x in single.weights.items():
+        assert float((several.weights[name] - x).abs().max()) <= 1e-2 * moved, name
 
 
 # -- the central test
@@ -363,17 +356,20 @@ def test_gradients_and_one_step_are_those_of_one_process(folders, size, data):
     check_step(folders, size, case, which, seed, rows, parts)
 
 
-@pytest.mark.slow_after(3)
+SPREAD = [  # every strategy recomputes and does not, has adapters and none; objectives and models take turns
+    (size, Case(list(MODELS)[(i + again) % len(MODELS)], strategy, activations, (i + again) % 2 == 0))
+    for size, strategies in SIZES.items()
+    for i, strategy in enumerate(strategies)
+    for again, activations in enumerate(reversed(ACTIVATIONS))
+]
+
+
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
-    ("size", "strategy", "model", "adapted"),
-    [
-        *((2, strategy, "qwen2_tied", i % 2 == 0) for i, strategy in enumerate(SIZES[2])),
-        *((4, strategy, "qwen3_untied", i % 2 == 1) for i, strategy in enumerate(SIZES[4])),
-    ],
+    ("size", "case", "which"), [(*spread, f) for spread, f in zip(SPREAD, cycle(OBJECTIVES), strict=False)], ids=str
 )
-def test_every_strategy_is_among_them(folders, size, strategy, model, adapted):
-    case = Case(model, strategy, "full_checkpointing", adapted)
-    check_step(folders, size, case, sorted(PRODUCT)[0], seed=1, rows=7, parts=3)
+def test_a_step_of_every_strategy_and_every_function_is_that_of_one_process(folders, size, case, which):
+    check_step(folders, size, case, which, seed=1, rows=7, parts=3)
 
 
 def check_step(folders: Path, size: int, case: Case, which: str, seed: int, rows: int, parts: int) -> None:
@@ -393,34 +389,6 @@ def check_step(folders: Path, size: int, case: Case, which: str, seed: int, rows
         torch.testing.assert_close(seen.weights[name], x, rtol=0, atol=right.tolerance * STEP["lr"] + rounding)
         assert torch.equal(seen.weights[name], seen.before[name]) == (name in frozen), name
     torch.testing.assert_close(seen.logp, right.logp, rtol=0, atol=5e-6)
-
-
-@pytest.mark.parametrize("which", list(GIVEN))
-def test_given_tokens_are_learned_on_two_ranks_as_in_one_process(folders, which):
-    check_step(folders, 2, Case("qwen2_tied", "full_shard"), which, seed=2, rows=5, parts=3)
-
-
-WHOLE = [  # but that the models take turns: each meets every strategy, kind of recomputing, and adapters
-    (size, Case(list(MODELS)[(i + j + adapted) % len(MODELS)], strategy, activations, adapted))
-    for size, strategies in SIZES.items()
-    for i, strategy in enumerate(strategies)
-    for j, activations in enumerate(ACTIVATIONS)
-    for adapted in (False, True)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "case"), WHOLE, ids=["-".join(map(str, (n, *case))) for n, case in WHOLE])
-def test_gradients_of_every_loss_are_those_of_one_process_in_every_combination(folders, size, case):
-    """Every loss with some KL and some weight, each of which is in it, too; in one part and in three."""
-    batch, asked, right = batch_for(case.model, 1, 6), [], []
-    for which, parts in product(OBJECTIVES, [1, 3]):
-        micros = shuffled_parts(batch, parts, len(asked)) if parts > 1 else [batch]
-        asked.append((micros, PRODUCT[which], count(batch)))
-        right.append(expected(folders, case.model, case.adapted, which, 1, 6))
-    found = alike(crew(size).run(many_gradients, str(folders / case.model), case, asked, patience=300.0))
-    for got, one in zip(found, right, strict=True):
-        assert_same(got, one.grads, one.tolerance)
 
 
 # -- rows, signals, scores
@@ -447,7 +415,7 @@ def test_any_number_of_rows_and_any_signal(folders, size, data):
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("signalled", [(True, False), (False, True), (False, False)], ids=["logp", "entropy", "none"])
+@pytest.mark.parametrize("signalled", [(True, False), (False, False)], ids=["logp", "none"])
 def test_one_row_for_four_ranks_is_enough_whichever_scores_have_a_signal(folders, signalled):
     check_pulled(folders, 4, Case("qwen2_tied", "full_shard"), 1, signalled, 3)
 
@@ -458,14 +426,19 @@ def check_pulled(folders: Path, size: int, case: Case, rows: int, signalled: tup
     alone = oracle(folders, case)
     right, pullback = alone.vjp(batch)
     pullback(signal)
-    found = crew(size).run(pulled, str(folders / case.model), case, batch, signal)
-    scores, grads, figures, still = alike(found)
+    scores, grads, figures, still = alike(crew(size).run(pulled, str(folders / case.model), case, batch, signal))
     for got, x in zip(scores, right, strict=True):
         torch.testing.assert_close(got, x, rtol=0, atol=5e-6)
         assert (got[~batch.mask] == 0).all()
     assert still == (not any(signalled))
     if any(signalled):
-        assert_same(grads, alone.grads, 1e-6)
+        wide = Scores(*(x.double() for x in signal))
+        exact = in_float64(alone, lambda policy: policy.vjp(doubled(batch))[1](wide))
+        # Float32 is held against float64, not against the other's rounding: in 216 draws one process was up to 1.75e-6
+        # from packed rows, so that no 1e-6 between the two could hold. Ranks may be as far from float64 as the one
+        # process is, and as a walk of 1,000 roundings by half a unit: sqrt(1000) eps / 2, or 16 eps. In those draws it
+        # was 8 eps.
+        assert_same(grads, exact, apart(alone.grads, exact) + 16 * torch.finfo(torch.float32).eps)
     else:
         assert not grads
         assert figures["loss/grad_norm"] == 0.0
@@ -474,68 +447,51 @@ def check_pulled(folders: Path, size: int, case: Case, rows: int, signalled: tup
 # -- log-probs, teachers, reference, weights, restoring
 
 
-def taught(
-    world: World, folders: Path, case: Case, teacher: str, batch: Batch, *, offload: bool
-) -> tuple[Tensor, Tensor, bool]:
-    """The teacher's log-probs before and after a step of the policy, and whether it has anything that trains."""
+class Taught(NamedTuple):
+    """What a teacher says before and after a step, and a policy's scores and gradients relative to it."""
+
+    before: Tensor
+    after: Tensor
+    trains: bool
+    scores: Scores
+    grads: dict[str, Tensor]
+
+
+def taught(world: World, folders: Path, case: Case, teacher: str, batch: Batch, offload: bool) -> Taught:
     spec = spec_of(str(folders / case.model), case)
     folder = str(folders / teacher)
     how = replace(spec.parallelism, offload_reference=offload)
     frozen = replace(spec, folder=folder, config=AutoConfig.from_pretrained(folder), adapters=None, parallelism=how)
     placed = load_and_shard(world, spec, reference=False, teachers={"t": frozen})
     policy, seen = policy_of(world, placed), rollout(batch.tokens, batch.mask)
+    policy.entropy_teacher = placed.teachers["t"]
     before = policy.logp_under(placed.teachers["t"], seen)
-    climb(policy, [batch], next(iter(PRODUCT.values())), count(batch))
+    scores, pullback = policy.vjp(batch)
+    pullback(Scores(torch.zeros_like(scores.logp), torch.where(batch.mask, batch.adv, 0.0)))
+    grads = gathered_grads(policy)
     policy.update()
     with placed.teachers["t"]() as model:
         trains = any(p.requires_grad or p.grad is not None for p in model.parameters())
-    return before, policy.logp_under(placed.teachers["t"], seen), trains
-
-
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize(("size", "strategy"), [(1, "full_shard"), (2, "full_shard"), (4, "hybrid_shard")])
-def test_a_teacher_of_another_shape_says_the_same_on_any_number_of_ranks(folders, size, strategy, offload):
-    case = Case("qwen3_untied", strategy, adapted=size == 2)
-    batch = batch_for(case.model, 2, 7)
-    work = partial(taught, offload=offload)
-    before, after, trains = alike(crew(size).run(work, folders, case, "qwen2_tied", batch))
-    expected = oracle(folders, Case("qwen2_tied", strategy)).vjp(plain(batch.tokens, batch.mask))[0].logp
-    torch.testing.assert_close(before, expected, rtol=0, atol=5e-6)
-    assert torch.equal(before, after)
-    assert not trains
-
-
-def related(
-    world: World, folders: Path, case: Case, teacher: str, batch: Batch, *, offload: bool
-) -> tuple[Scores, dict[str, Tensor]]:
-    """Scores with entropies relative to a teacher, and what they have for gradients, after a pass for its log-probs."""
-    spec = spec_of(str(folders / case.model), case)
-    folder = str(folders / teacher)
-    how = replace(spec.parallelism, offload_reference=offload)
-    frozen = replace(spec, folder=folder, config=AutoConfig.from_pretrained(folder), adapters=None, parallelism=how)
-    placed = load_and_shard(world, spec, reference=False, teachers={"t": frozen})
-    policy = policy_of(world, placed)
-    (policy.entropy_teacher,) = placed.teachers.values()
-    policy.logp_under(policy.entropy_teacher, rollout(batch.tokens, batch.mask))
-    scores, pullback = policy.vjp(batch)
-    pullback(Scores(torch.zeros_like(scores.logp), torch.where(batch.mask, batch.adv, 0.0)))
-    return scores, gathered_grads(policy)
+    return Taught(before, policy.logp_under(placed.teachers["t"], seen), trains, scores, grads)
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize(("size", "strategy"), [(2, "full_shard"), (4, "hybrid_shard")])
-def test_entropies_relative_to_a_teacher_are_those_of_one_process(folders, size, strategy, offload):
-    case = Case("qwen3_untied", strategy)
-    batch = batch_for(case.model, 2, 7)
-    work = partial(related, offload=offload)
-    scores, grads = alike(crew(size).run(work, folders, case, "qwen2_tied", batch))
-    right, expected = alike(crew(1).run(partial(related, offload=False), folders, case, "qwen2_tied", batch))
-    assert (right.entropy[batch.mask] < 0).all()
-    for got, x in zip(scores, right, strict=True):
-        torch.testing.assert_close(got, x, rtol=0, atol=5e-6)
-    assert_same(grads, expected, 1e-6)
+@pytest.mark.parametrize(
+    ("size", "strategy", "offload"), [(2, "full_shard", True), (2, "no_shard", False), (4, "hybrid_shard", False)]
+)
+def test_a_teacher_of_another_shape_says_the_same_and_teaches_the_same_on_any_number_of_ranks(
+    folders, size, strategy, offload
+):
+    case, batch = Case("qwen3_untied", strategy), batch_for("qwen3_untied", 2, 7)
+    got, one = (alike(crew(n).run(taught, folders, case, "qwen2_tied", batch, offload and n > 1)) for n in (size, 1))
+    loaded = oracle(folders, Case("qwen2_tied", strategy)).vjp(plain(batch.tokens, batch.mask))[0].logp
+    torch.testing.assert_close(got.before, loaded, rtol=0, atol=5e-6)
+    assert torch.equal(got.before, got.after)
+    assert not got.trains
+    assert (one.scores.entropy[batch.mask] < 0).all()
+    for x, y in zip(got.scores, one.scores, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=5e-6)
+    assert_same(got.grads, one.grads, 1e-6)
 
 
 RATE = 0.3
@@ -561,13 +517,9 @@ def averaged(
     return trained, said, {name: full_tensor(x).clone() for name, x in kept.items()}, unmoved
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
-    ("size", "strategy", "adapted"),
-    [
-        *((size, "full_shard", adapted) for size in (1, 2) for adapted in (False, True)),
-        pytest.param(4, "hybrid_shard", False, marks=pytest.mark.slow),
-    ],
+    ("size", "strategy", "adapted"), [(2, "full_shard", False), (1, "full_shard", True), (4, "hybrid_shard", False)]
 )
 def test_the_average_follows_what_trains_and_leaves_the_policy_alone(folders, size, strategy, adapted):
     case = Case("qwen3_untied", strategy, adapted=adapted)
@@ -601,8 +553,9 @@ def references(world: World, folder: str, case: Case, batch: Batch) -> tuple[Ten
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize(("size", "strategy"), [(2, "full_shard"), (2, "no_shard"), (4, "hybrid_shard")])
+@pytest.mark.parametrize(
+    ("size", "strategy", "adapted"), [(2, "full_shard", False), (2, "no_shard", True), (4, "hybrid_shard", True)]
+)
 def test_the_reference_is_the_model_as_it_was_loaded(folders, size, strategy, adapted):
     case = Case("qwen3_untied", strategy, adapted=adapted)
     batch = batch_for(case.model, 2, 7)  # three passes of the budget of 30 tokens a rank, on one rank; fewer on more
@@ -635,8 +588,10 @@ def restored(world: World, folder: str, case: Case, table: dict[str, Tensor], ba
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize(("size", "strategy"), [(2, "full_shard"), (2, "shard_grad_op"), (4, "hybrid_shard_grad_op")])
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    ("size", "strategy", "adapted"),
+    [(2, "shard_grad_op", False), (2, "full_shard", True), (4, "hybrid_shard_grad_op", True)],
+)
 def test_a_restored_policy_computes_with_what_was_restored(folders, size, strategy, adapted):
     case, batch = Case("qwen2_tied", strategy, adapted=adapted), batch_for("qwen2_tied", 4, 5)
     alone = oracle(folders, case)
@@ -693,7 +648,7 @@ def spoilt(batch: Batch, row: int, value: float) -> Scores:
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("size", "row", "strategy", "adapted"),
-    [(2, 0, "full_shard", False), (2, 3, "no_shard", True), (4, 3, "full_shard", True), (4, 0, "hybrid_shard", False)],
+    [(2, 0, "full_shard", False), (4, 3, "hybrid_shard", True)],
 )
 def test_an_overflow_on_one_rank_is_skipped_on_all_and_counted(folders, size, row, strategy, adapted):
     batch = batch_for("qwen2_tied", 0, 5)
@@ -712,7 +667,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all_and_counted(folders, size, ro
 
 @pytest.mark.parametrize(
     ("size", "value", "strategy"),
-    [(2, float("nan"), "full_shard"), (2, float("inf"), "no_shard"), (4, float("nan"), "hybrid_shard")],
+    [(2, float("nan"), "full_shard"), (2, float("inf"), "no_shard")],
 )
 def test_a_nan_on_one_rank_raises_on_all_when_the_scale_cannot_shrink(folders, size, value, strategy):
     batch = batch_for("qwen2_tied", 0, 5)
@@ -739,9 +694,8 @@ ROUNDING = {torch.bfloat16: 16 * 2.0**-8, torch.float16: 16 * 2.0**-11}
 @pytest.mark.parametrize(
     ("size", "dtype", "adapted", "model"),
     [
-        *((1, torch.bfloat16, False, "qwen3_untied"), (1, torch.float16, True, "qwen2_tied")),
-        *((2, torch.bfloat16, True, "gemma2_capped"), (2, torch.float16, False, "qwen2_tied")),
-        *((4, torch.bfloat16, False, "qwen2_tied"), (4, torch.float16, True, "qwen3_untied")),
+        *((1, torch.bfloat16, False, "qwen3_untied"), (2, torch.float16, False, "qwen2_tied")),
+        *((2, torch.bfloat16, True, "gemma2_capped"), (4, torch.float16, True, "qwen3_untied")),
     ],
 )
 def test_half_precision_gradients_are_float32s_within_its_rounding(folders, size, dtype, adapted, model):
@@ -766,7 +720,7 @@ def small_step(world: World, folder: str, case: Case, batch: Batch, lr: float) -
     return before, grads, weights_of(policy)
 
 
-@pytest.mark.parametrize(("size", "adapted"), [(1, False), (2, True), (4, False)])
+@pytest.mark.parametrize(("size", "adapted"), [(1, False), (2, True)])
 def test_a_step_far_below_bfloat16s_spacing_is_not_lost(folders, size, adapted):
     case, batch, lr = Case("qwen2_tied", "full_shard", adapted=adapted), batch_for("qwen2_tied", 0, 5), 1e-6
     before, grads, after = alike(crew(size).run(small_step, str(folders / case.model), case, batch, lr))
@@ -776,59 +730,3 @@ def test_a_step_far_below_bfloat16s_spacing_is_not_lost(folders, size, adapted):
         spacing = 1.2e-7 * float(before[name].abs().max())
         assert (moved.abs() - lr).abs().max() <= spacing, name  # Adam's first step is as long as the learning rate
         assert (before[name].abs().max() * 2**-9) > lr
-
-
-# -- collectives
-
-
-class Collectives(TorchDispatchMode):
-    """Notes every collective, with what it sends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, list]] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
-            return NotImplemented  # it takes itself apart, and its collectives come by here
-        if op.namespace in ("c10d", "_c10d_functional"):
-            shapes = [tuple(x.shape) for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
-            self.seen.append((str(op), shapes))
-        return op(*args, **(kwargs or {}))
-
-
-def phases(world: World, folder: str, case: Case, batch: Batch, f: Callable) -> dict[str, list]:
-    """The collectives of every phase."""
-    policy = built(world, folder, case, reference=True)
-    seen = rollout(batch.tokens, batch.mask)
-    found: dict[str, list] = {}
-
-    def noted(phase: str, call: Callable[[], Any]) -> Any:
-        with Collectives() as mode:
-            value = call()
-        found[phase] = mode.seen
-        return value
-
-    scores, pullback = noted("forward", lambda: policy.vjp(batch))
-    noted("backward", lambda: pullback(quiet(batch)))
-    noted("silence", lambda: policy.vjp(batch)[1](Scores(*(torch.zeros_like(x) for x in scores))))
-    noted("update", policy.update)
-    noted("log-probs", lambda: policy.logp(seen))
-    noted("reference", lambda: policy.reference(seen))
-    noted("weights", lambda: weights_of(policy))
-    noted("exchange", lambda: world.exchange([world.rank] * (1 + world.rank), what="lists of many lengths"))
-    return found
-
-
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("size", list(SIZES))
-@settings(max_examples=max(3, EXAMPLES // 25), phases=UNSHRUNK)
-@given(st.data())
-def test_every_phase_has_the_same_collectives_on_every_rank(folders, size, data):
-    case, rows = data.draw(cases(size)), data.draw(st.integers(1, 9))
-    asked = (str(folders / case.model), case, batch_for(case.model, 1, rows), next(iter(PRODUCT.values())))
-    found = alike(crew(size).run(phases, *asked))
-    talkative = {name for name, seen in found.items() if seen}
-    assert talkative >= {"forward", "backward", "log-probs", "reference", "exchange"}
-    sharded = STRATEGIES[case.strategy][0] != "no_shard"  # otherwise all ranks hold, and measure, all of it
-    assert ({"weights", "update"} <= talkative) == sharded

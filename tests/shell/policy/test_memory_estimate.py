@@ -76,13 +76,6 @@ def test_a_teacher_is_what_is_allocated_for_it(folder, size):
         assert teachers.host is False
 
 
-def test_teachers_are_counted_one_by_one(folder):
-    config = AutoConfig.from_pretrained(folder)
-    none, one, two = (standing_teachers(config, "full", torch.bfloat16, (1, 2, 1), n).bytes for n in (0, 1, 2))
-    assert none == 0 < one
-    assert two == 2 * one
-
-
 def standing_teachers(config, strategy, dtype, mesh, number) -> memory_estimate.Part:
     said = estimated(config, strategy, dtype, mesh, [config] * number).standing
     return next(part for part in said if part.name == "teachers")
@@ -157,20 +150,6 @@ def test_a_head_beside_a_teachers_is_what_is_allocated(dtype, trained, tokens):
         assert said > 1.5 * memory_estimate.logit_bytes(elements, *shape, trained=trained, teacher=None)
 
 
-def test_the_dry_run_counts_a_head_beside_a_teachers(folder):
-    config = AutoConfig.from_pretrained(folder)
-    name, mesh = next(iter(rank.WAYS))[0], (1, 1, 1)
-    plain, relative = (
-        {
-            part.name: part.bytes
-            for part in estimated(config, name, torch.float32, mesh, [config], relative_to=one).training
-        }
-        for one in (None, config)
-    )
-    assert relative["logits"] > plain["logits"]
-    assert {k: v for k, v in relative.items() if k != "logits"} == {k: v for k, v in plain.items() if k != "logits"}
-
-
 @cache
 def alive(changed, *, layers: int = 3, adapters=None, dtype=torch.float32, attention="sdpa", rows=4, width=40) -> int:
     config = Qwen2Config(**SHAPE, num_hidden_layers=layers)
@@ -204,33 +183,6 @@ def test_activations_are_those_that_a_pass_with_data_keeps():
         repeated + mask
     )
     assert small <= alive(blocks.no_checkpointing, layers=3) <= 1.25 * small
-
-
-@pytest.mark.slow
-def test_activations_grow_with_layers_and_tokens_and_shrink_where_they_are_recomputed():
-    kept, little = (alive(how) for how in (blocks.no_checkpointing, blocks.full_checkpointing))
-    assert little < kept
-    per_layer = 160 * 32 * 4  # recomputed: the block's input alone
-    assert alive(blocks.full_checkpointing, layers=5) - little == 2 * per_layer
-    assert alive(blocks.no_checkpointing, layers=4) - kept == alive(blocks.no_checkpointing, layers=5) - alive(
-        blocks.no_checkpointing, layers=4
-    )
-    assert alive(blocks.no_checkpointing, rows=8) == pytest.approx(2 * kept, rel=0.01)
-    assert alive(blocks.no_checkpointing, rows=1, width=160) == kept
-    assert alive(blocks.no_checkpointing, dtype=torch.bfloat16) < 0.7 * kept
-    assert (
-        alive(blocks.no_checkpointing, attention="eager", rows=1, width=160) > kept + 3 * 4 * 160 * 160 * 4
-    )  # layers x heads
-
-
-def test_nothing_of_the_models_size_is_allocated():
-    """A model of a hundred billion weights is counted here."""
-    config = Qwen2Config(
-        hidden_size=8192, intermediate_size=29568, num_hidden_layers=4, num_attention_heads=64, num_key_value_heads=8
-    )
-    parts = memory_estimate.weights(memory_estimate.meta_model(config, rank.HOW, "sdpa"), 16, 1)
-    assert sum(w.whole for w in parts) > 4e9
-    assert memory_estimate.moment_bytes(rank.ADAMW, parts) < 8.1 * sum(w.part for w in parts if w.trained)
 
 
 class Moment8(torch.optim.Optimizer):
@@ -274,10 +226,6 @@ def test_muon_keeps_one_moment_of_a_blocks_matrix_and_two_of_the_rest(folder):
     parts = memory_estimate.weights(memory_estimate.meta_model(config, None, "sdpa"), 1, 1)
     expected = sum(memory_estimate.tensor_bytes(state.values()) for state in kept.values())
     assert memory_estimate.moment_bytes(make, parts) == expected
-
-
-def test_what_is_frozen_has_no_moments():
-    assert memory_estimate.moment_bytes(Moment8, [memory_estimate.Weight(10, 10, False, None, True)]) == 0
 
 
 @pytest.mark.parametrize("adapters", [None, rank.HOW])

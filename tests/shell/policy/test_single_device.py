@@ -1,7 +1,5 @@
 """On one device FSDP2 casts weights and adds gradients up without its copies, and nothing else is another."""
 
-import gc
-import weakref
 from collections import Counter
 from functools import partial
 
@@ -24,13 +22,12 @@ from grpo_fn.shell.world import alone
 
 WORLD = alone(torch.device("cpu"))
 SHARDS = ("fsdp::", "c10d::", "_c10d_functional::")
-CHECKPOINTING = [blocks.no_checkpointing, blocks.full_checkpointing]
 
 
-@pytest.fixture(scope="module", params=["qwen2_tied", "qwen3_untied"])
-def folder(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    FAMILIES[request.param](VOCABULARY + 1).save_pretrained(path)
+    FAMILIES["qwen2_tied"](VOCABULARY + 1).save_pretrained(path)
     return path
 
 
@@ -95,9 +92,10 @@ def gradients(policy: FSDPPolicy, *, parts: int) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing"),
+    [(torch.float16, blocks.no_checkpointing), (torch.bfloat16, blocks.full_checkpointing)],
+)
 def test_every_bit_is_what_it_is_with_fsdp2s_copies(folder, dtype, checkpointing, monkeypatch):
     """Gradients after each micro-batch, weights, moments, names and checksums after each of two updates."""
     results = []
@@ -161,20 +159,6 @@ def test_weights_that_do_not_compute_have_no_cast(folder):
         for param in module._get_fsdp_state()._fsdp_param_group.fsdp_params
     ]
     assert held == [0] * len(before)
-
-
-@pytest.mark.slow_after(1)
-def test_a_weight_that_is_replaced_is_found_out(folder):
-    policy = policy_in(folder, torch.bfloat16)
-    kept = policy.logprob_model.model.model.norm.weight._local_tensor
-    lost = weakref.ref(kept)
-    gather = kept.fsdp_pre_all_gather
-    policy.logprob_model.model.model.norm.weight._local_tensor = kept.clone()
-    del kept
-    gc.collect()
-    assert lost() is None  # a weight that is let go of is freed: nothing of this holds it
-    with pytest.raises(RuntimeError, match="replaced after skip_copies"):
-        gather(None)
 
 
 def test_on_one_device_a_frozen_copy_lies_whole_in_the_dtype_of_the_computation(folder):
