@@ -137,7 +137,7 @@ def test_a_reward_that_always_kills_its_worker_is_counted_and_the_run_goes_on(ca
     assert "worker died" in log
     assert "step 1 is not trained on: got too few groups with signal, none of its rows could be scored" in log
     (said,) = [line for line in log.splitlines() if "health, invalid_high: reward/invalid was at least 1.00" in line]
-    assert "for 1 steps at step 1" in said
+    assert "at step 1, at least 0.5" in said
     assert "worker_crashes" in said
     assert ". The first: rank 0: e2e.rewards.deadly lost problem " in said
     assert "worker died" in said.split(". The first: ")[1]

@@ -27,7 +27,6 @@ from grpo_fn.trainer.evaluation import (
     maj_at_k,
     problems_by_meta,
     summarise,
-    verdict_name,
     wilson,
 )
 from grpo_fn.trainer.sections import Evaluation
@@ -123,19 +122,6 @@ def test_every_judge_sees_every_completion_with_its_own_problem():
     assert sorted(seen["one"]) == sorted(seen["two"]) == sorted(expected)
     assert judged[0].greedy.scores == {"one": 1.0, "two": None}
     assert [a.scores for j in judged for a in j.samples] == [{"one": 1.0, "two": None}] * 6
-
-
-def test_scores_and_marks_are_those_of_the_completion():
-    for one in found(asked(9), 3):
-        for attempt in (one.greedy, *one.samples):
-            completion = Completion(attempt.text, attempt.length, attempt.truncated)
-            assert attempt.scores == {
-                "strict": strict(one.problem, completion),
-                "shaped": shaped(one.problem, completion),
-            }
-            assert attempt.marked == (first_word(attempt.text) or "")
-            assert attempt.verdict == verdict_name(attempt.scores["strict"])
-    assert all(one.greedy.marked is None for one in found(asked(2), answer=None))
 
 
 def test_the_row_holds_everything_by_name():
@@ -264,14 +250,15 @@ def test_judges_have_names_of_their_own():
         grader_names([strict, partial(strict)])
 
 
-@pytest.mark.parametrize("name", sorted(TAKEN))
-def test_a_further_judge_never_takes_the_name_of_another_figure(name):
+def test_a_further_judge_never_takes_the_name_of_another_figure():
+    assert {name.removeprefix("eval/") for name in KEYS} <= TAKEN
+
     def judge(problem: Problem, completion: Completion) -> float:
         return 1.0
 
-    judge.__name__ = name
-    assert grader_names([judge]) == [name]  # the first is reported as accuracy
-    with pytest.raises(ValueError, match=f"got one called {name}"):
+    judge.__name__ = "length_mean"
+    assert grader_names([judge]) == ["length_mean"]  # the first is reported as accuracy
+    with pytest.raises(ValueError, match="got one called length_mean"):
         grader_names([strict, judge])
 
 
@@ -286,12 +273,12 @@ KNOBS = {
     [
         ({"samples": -1}, "samples: got -1, expected 0"),
         ({"ks": (1, 5)}, "ks: got [1, 5] with 4 samples a problem, expected each of them from 1 to 4"),
-        ({"ks": (0,)}, "ks: got [0] with 4 samples"),
         ({"ks": ()}, "ks: got [] with 4 samples"),
         ({"by": "level"}, "by: got 'level', expected a list of keys, such as ('level',)"),
     ],
 )
 def test_knobs_that_do_not_fit_are_refused(wrong, said):
+    assert Evaluation(**{**KNOBS, "samples": 0, "ks": (1, 8)}).samples == 0  # then ks do not matter
     Evaluation(**KNOBS)
     with pytest.raises(ValueError, match=re.escape(said)):
         Evaluation(**{**KNOBS, **wrong})
@@ -322,15 +309,10 @@ def test_different_answers_are_different_votes(one, other):
     assert final_answer(one) != final_answer(other)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(r"\boxed{" * 150_000, r"\boxed{" + "(" * 1_000_000 + "}", "#### " * 200_000, "the answer is " * 80_000),
-        *("Answer: " + "1," * 400_000, r"\boxed{" + r"\left" * 200_000 + "}", r"\boxed{" + " " * 900_000 + "1}"),
-        *("1 " * 500_000, r"\boxed{" + "a " * 120 + "}"),
-    ],
-    ids=range(9),
-)
+LONG = [r"\boxed{" * 150_000, r"\boxed{" + "(" * 1_000_000 + "}", "#### " * 200_000, "Answer: " + "1," * 400_000]
+
+
+@pytest.mark.parametrize("text", [*LONG, r"\boxed{" + " " * 900_000 + "1}"], ids=range(5))
 def test_a_megabyte_of_text_votes_at_once(text):
     start = time.process_time()
     final_answer(text)

@@ -81,17 +81,6 @@ def test_each_problem_is_read_by_the_teacher_of_its_key():
     assert asked == {"code": [[0, 1, 4, 5]], "math": [[2, 3]], "none": []}  # one pass each, none of whom is not asked
 
 
-def test_one_teacher_reads_everything_in_one_pass():
-    asked: list = []
-    models = {"teacher": partial(says, -1.0, asked)}
-    groups = step(["a", "b"], 2)
-    got = teachers.teacher_logp(
-        groups, groups.rollout.logp_sampled, teachers=models, changes={}, key=teachers.one_teacher
-    )
-    assert got[:, 0].tolist() == [0.0, -1.0, -2.0, -3.0]
-    assert asked == [[0, 1, 2, 3]]
-
-
 def test_a_problem_without_a_teacher_is_refused():
     key = partial(teachers.teacher_of_field, name="task")
     teachers.check_keys([of_task(0, "math")], {"math": ""}, key)
@@ -117,11 +106,9 @@ def shaped(vocabulary: int, positions: int) -> Qwen2Config:
     ("vocabulary", "positions", "total", "complaint"),
     [
         (10, 64, None, None),
-        (12, 128, None, None),  # a larger embedding than the tokenizer needs
         (9, 64, None, "got 't' with 9 rows in its embedding, expected at least the policy's 10"),
         (10, 32, None, r"got 't', which reads 32 positions, expected 64, or .*max_total_tokens = 32"),
         (10, 32, 32, None),
-        (10, 32, 33, "which reads 32 positions, expected 33"),
     ],
 )
 def test_a_teacher_reads_all_that_the_policy_may_write(vocabulary, positions, total, complaint):
@@ -191,17 +178,10 @@ def test_the_same_tokens_are_read_behind_the_other_prompt_and_other_rows_say_wha
     assert got[2][mask[2]].tolist() == [-1.0, -2.0, -3.0]
     assert torch.equal(got[1][mask[1]], old[1][mask[1]])
     assert not got[~mask].any()
-
-
-def test_a_row_that_is_longer_than_the_teacher_reads_is_not_taught():
-    groups, seen = group_of("ab", "c", "def"), []
-    change = PromptChange(prompt=siblings, encode=letters, positions=6)
-    got = teachers.logp_behind_prompts(
-        groups, groups.rollout.logp_sampled, teacher=partial(counting, seen), change=change
+    shorter = teachers.logp_behind_prompts(
+        groups, old, teacher=partial(counting, []), change=replace(change, positions=6)
     )
-    assert seen == []
-    mask = groups.rollout.mask
-    assert torch.equal(got[mask], groups.rollout.logp_sampled[mask])
+    assert torch.equal(shorter[mask], old[mask])  # rows that are longer than the teacher reads are not taught
 
 
 def test_a_prompt_sees_rewards_and_their_parts_and_what_could_not_be_scored():
@@ -233,7 +213,7 @@ def test_the_live_policy_has_nothing_to_teach_without_another_prompt():
     assert kinds.sources().keys() == {"a"}
 
 
-@pytest.mark.parametrize("rate", [0.0, -0.1, 1.5])
+@pytest.mark.parametrize("rate", [0.0, 1.5])
 def test_a_rate_that_is_none_is_refused(rate):
     with pytest.raises(ValueError, match=rf"moving_average\.rate: got {rate}, expected above 0 and up to 1"):
         WeightAverage({}, rate=rate)
