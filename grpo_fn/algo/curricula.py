@@ -18,7 +18,6 @@ an arm's first average is that of its first step.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -31,13 +30,13 @@ from grpo_fn.core.types import Arrays, Carry, CurriculumState, Reward
 
 @dataclass(frozen=True, kw_only=True)
 class Curriculum:
-    """How a run chooses among the arms of its task. All four are pure functions, and everything is on the CPU."""
+    """How a run chooses among the arms of its task. All are pure functions, and everything is on the CPU."""
 
     start: Callable[[int, Tensor], Arrays]  # (arms, key) -> the state before the first step
     select: Callable[[Arrays, Tensor, int], Tensor]  # (state, key of these draws, count) -> arms, int64 [count]
     update: Callable[[Arrays, Tensor, Tensor], Arrays]  # (state, arms [N], pass rates [N]) -> the next step's state
-    figures: Callable[[Arrays, Arrays], Mapping[str, float]]  # (state before the step, state after it) -> metrics
     pass_rate: Callable[[Reward], Tensor]  # rewards -> share of each problem's samples that pass, [P]; NaN: not known
+    figures: Callable[[Arrays, Arrays], Mapping[str, float]] = lambda before, after: {}  # states of a step -> metrics
 
 
 def begin_curriculum(curriculum: Curriculum, arms: int, key: Int[Tensor, "2"]) -> CurriculumState:
@@ -190,10 +189,9 @@ def part_at_least(reward: Reward, *, part: str, threshold: float) -> Float[Tenso
 def uniform_arms(*, pass_rate: PassRate) -> Curriculum:
     """Every arm alike, whatever the pass rates: what the others are compared with."""
     return Curriculum(
-        start=_nothing,
-        select=_select_uniform,
-        update=_leave,
-        figures=_no_figures,
+        start=lambda arms, key: {"arms": torch.tensor(arms)},
+        select=lambda state, key, count: spread_choice(torch.ones(int(state["arms"])), key, count),
+        update=lambda state, arms, rates: state,
         pass_rate=pass_rate,
     )
 
@@ -213,13 +211,27 @@ def threshold_levels(
     Raises:
         ValueError: for numbers outside of these ranges.
     """
-    _check_shares(threshold=(0 < threshold <= 1, threshold), decay=(0 <= decay < 1, decay))
-    _check_shares(review=(0 <= review < 1, review), min_groups=(min_groups >= 1, min_groups))
+    _check_ranges(threshold=(0 < threshold <= 1, threshold), decay=(0 <= decay < 1, decay))
+    _check_ranges(review=(0 <= review < 1, review), min_groups=(min_groups >= 1, min_groups))
+
+    def select(state: Arrays, key: Tensor, count: int) -> Tensor:
+        level = int(state["level"])
+        weights = torch.zeros(len(state["rate"]), dtype=torch.float64)
+        weights[:level] = review / max(level, 1)
+        weights[level] = 1 - review if level else 1.0
+        return spread_choice(weights, key, count)
+
+    def update(state: Arrays, arms: Tensor, rates: Tensor) -> Arrays:
+        after = _averaged(state, arms, {"rate": (decay, rates)})
+        now = int(state["level"])
+        passed = float(after["rate"][now]) >= threshold and int(after["asked"][now]) >= min_groups
+        return {"level": state["level"] + int(passed and now + 1 < len(after["rate"])), **after}
+
     return Curriculum(
-        start=_start_levels,
-        select=partial(_select_level, review),
-        update=partial(_update_level, threshold, decay, min_groups),
-        figures=_level_figures,
+        start=lambda arms, key: {"level": torch.tensor(0), **_unasked(arms, "rate")},
+        select=select,
+        update=update,
+        figures=lambda before, after: {"level": float(after["level"])},
         pass_rate=pass_rate,
     )
 
@@ -236,14 +248,15 @@ def learnability_bandit(*, temperature: float, decay: float, floor: float, pass_
     Raises:
         ValueError: for numbers outside of these ranges, or a temperature that is not above 0.
     """
-    _check_bandit(temperature, decay, floor)
-    return Curriculum(
-        start=partial(_start_bandit, ("variance",)),
-        select=partial(_select_bandit, _variance_score, temperature, floor),
-        update=partial(_update_bandit, (("variance", decay, _variance),)),
-        figures=_no_figures,
-        pass_rate=pass_rate,
-    )
+    _check_ranges(decay=(0 <= decay < 1, decay))
+
+    def score(state: Arrays) -> Tensor:
+        return torch.where(state["asked"] > 0, state["variance"], 0.25)
+
+    def update(state: Arrays, arms: Tensor, rates: Tensor) -> Arrays:
+        return _averaged(state, arms, {"variance": (decay, rates * (1 - rates))})
+
+    return _bandit(("variance",), score, update, temperature, floor, pass_rate)
 
 
 def progress_bandit(
@@ -261,16 +274,53 @@ def progress_bandit(
     Raises:
         ValueError: for numbers outside of these ranges, or a temperature that is not above 0.
     """
-    _check_bandit(temperature, decay, floor)
-    _check_shares(slow_decay=(decay < slow_decay < 1, slow_decay))
-    averages = (("fast", decay, _as_it_is), ("slow", slow_decay, _as_it_is))
+    _check_ranges(decay=(0 <= decay < 1, decay), slow_decay=(decay < slow_decay < 1, slow_decay))
+
+    def score(state: Arrays) -> Tensor:
+        moved = (state["fast"] - state["slow"]).abs()
+        return torch.where(state["asked"] > 0, moved, moved.max().clamp(min=1e-3))
+
+    def update(state: Arrays, arms: Tensor, rates: Tensor) -> Arrays:
+        return _averaged(state, arms, {"fast": (decay, rates), "slow": (slow_decay, rates)})
+
+    return _bandit(("fast", "slow"), score, update, temperature, floor, pass_rate)
+
+
+def _bandit(
+    averages: tuple[str, ...],
+    score: Callable[[Arrays], Tensor],
+    update: Callable[[Arrays, Tensor, Tensor], Arrays],
+    temperature: float,
+    floor: float,
+    pass_rate: PassRate,
+) -> Curriculum:
+    """Arms by a softmax over a score of their averages, in units of the best one's."""
+    _check_ranges(temperature=(temperature > 0, temperature), floor=(0 <= floor <= 1, floor))
+
+    def select(state: Arrays, key: Tensor, count: int) -> Tensor:
+        value = score(state)
+        scaled = value / value.max().clamp(min=torch.finfo(torch.float64).tiny)
+        weights = (1 - floor) * (scaled / temperature).softmax(0) + floor / len(value)
+        return spread_choice(weights, key, count)
+
     return Curriculum(
-        start=partial(_start_bandit, ("fast", "slow")),
-        select=partial(_select_bandit, _progress_score, temperature, floor),
-        update=partial(_update_bandit, averages),
-        figures=_no_figures,
-        pass_rate=pass_rate,
+        start=lambda arms, key: _unasked(arms, *averages), select=select, update=update, pass_rate=pass_rate
     )
+
+
+def _unasked(arms: int, *averages: str) -> Arrays:
+    """Averages of arms that were not asked yet, and how often each was."""
+    zeros = {name: torch.zeros(arms, dtype=torch.float64) for name in averages}
+    return {**zeros, "asked": torch.zeros(arms, dtype=torch.int64)}
+
+
+def _averaged(state: Arrays, arms: Tensor, values: Mapping[str, tuple[float, Tensor]]) -> Arrays:
+    """The averages after a step, each of (decay, what is averaged for each of `arms`), and how often each was asked."""
+    asked, after = state["asked"], {}
+    for name, (decay, of_step) in values.items():
+        mean, number = step_means(arms, of_step, len(asked))
+        after[name] = average_rates(state[name], asked, mean, number, decay)
+    return {**after, "asked": asked + arms.bincount(minlength=len(asked))}
 
 
 def step_means(
@@ -312,123 +362,15 @@ def _share(passed: Tensor, valid: Tensor) -> Tensor:
     return (passed & valid).sum(-1).double() / valid.sum(-1)
 
 
-def _check_shares(**knobs: tuple[bool, int | float]) -> None:
+def _check_ranges(**knobs: tuple[bool, int | float]) -> None:
     ranges = {
-        "threshold": "more than 0 and at most 1",
-        "decay": "0 or more and below 1",
-        "slow_decay": "more than decay and below 1",
-        "review": "0 or more and below 1",
-        "floor": "0 to 1",
-        "min_groups": "at least 1",
-        "temperature": "more than 0",
+        **{"threshold": "more than 0 and at most 1", "decay": "0 or more and below 1", "floor": "0 to 1"},
+        **{"slow_decay": "more than decay and below 1", "review": "0 or more and below 1"},
+        **{"min_groups": "at least 1", "temperature": "more than 0"},
     }
     for name, (fits, value) in knobs.items():
         if not fits:
             raise ValueError(f"curricula {name}: got {value}, expected {ranges[name]}")
-
-
-def _check_bandit(temperature: float, decay: float, floor: float) -> None:
-    _check_shares(
-        temperature=(temperature > 0, temperature), decay=(0 <= decay < 1, decay), floor=(0 <= floor <= 1, floor)
-    )
-
-
-def _no_figures(before: Arrays, after: Arrays) -> dict[str, float]:
-    return {}
-
-
-# -- uniform
-
-
-def _nothing(arms: int, key: Tensor) -> Arrays:
-    return {"arms": torch.tensor(arms)}
-
-
-def _select_uniform(state: Arrays, key: Tensor, count: int) -> Tensor:
-    return spread_choice(torch.ones(int(state["arms"])), key, count)
-
-
-def _leave(state: Arrays, arms: Tensor, rates: Tensor) -> Arrays:
-    return state
-
-
-# -- one level after another
-
-
-def _start_levels(arms: int, key: Tensor) -> Arrays:
-    return {
-        "level": torch.tensor(0),
-        "rate": torch.zeros(arms, dtype=torch.float64),
-        "asked": torch.zeros(arms, dtype=torch.int64),
-    }
-
-
-def _select_level(review: float, state: Arrays, key: Tensor, count: int) -> Tensor:
-    level = int(state["level"])
-    weights = torch.zeros(len(state["rate"]), dtype=torch.float64)
-    weights[:level] = review / max(level, 1)
-    weights[level] = 1 - review if level else 1.0
-    return spread_choice(weights, key, count)
-
-
-def _update_level(
-    threshold: float, decay: float, min_groups: int, state: Arrays, arms: Tensor, rates: Tensor
-) -> Arrays:
-    mean, number = step_means(arms, rates, len(state["rate"]))
-    rate = average_rates(state["rate"], state["asked"], mean, number, decay)
-    asked = state["asked"] + number
-    now = int(state["level"])
-    passed = float(rate[now]) >= threshold and int(asked[now]) >= min_groups
-    level = state["level"] + int(passed and now + 1 < len(rate))
-    return {"level": level, "rate": rate, "asked": asked}
-
-
-def _level_figures(before: Arrays, after: Arrays) -> dict[str, float]:
-    return {"level": float(after["level"])}
-
-
-# -- bandits
-
-
-def _start_bandit(names: tuple[str, ...], arms: int, key: Tensor) -> Arrays:
-    averages = {name: torch.zeros(arms, dtype=torch.float64) for name in names}
-    return {**averages, "asked": torch.zeros(arms, dtype=torch.int64)}
-
-
-def _select_bandit(
-    score: Callable[[Arrays], Tensor], temperature: float, floor: float, state: Arrays, key: Tensor, count: int
-) -> Tensor:
-    value = score(state)
-    scaled = value / value.max().clamp(min=torch.finfo(torch.float64).tiny)
-    weights = (1 - floor) * (scaled / temperature).softmax(0) + floor / len(value)
-    return spread_choice(weights, key, count)
-
-
-def _update_bandit(
-    averages: tuple[tuple[str, float, Callable[[Tensor], Tensor]], ...], state: Arrays, arms: Tensor, rates: Tensor
-) -> Arrays:
-    asked, moved = state["asked"], {}
-    for name, decay, of_rates in averages:
-        mean, number = step_means(arms, of_rates(rates), len(asked))
-        moved[name] = average_rates(state[name], asked, mean, number, decay)
-    return {**moved, "asked": asked + arms.bincount(minlength=len(asked))}
-
-
-def _variance(rates: Tensor) -> Tensor:
-    return rates * (1 - rates)
-
-
-def _as_it_is(rates: Tensor) -> Tensor:
-    return rates
-
-
-def _variance_score(state: Arrays) -> Tensor:
-    return torch.where(state["asked"] > 0, state["variance"], 0.25)
-
-
-def _progress_score(state: Arrays) -> Tensor:
-    moved = (state["fast"] - state["slow"]).abs()
-    return torch.where(state["asked"] > 0, moved, moved.max().clamp(min=1e-3))
 
 
 # A pool of problems.
@@ -464,53 +406,35 @@ def pool_in_band(
             f"pool_in_band: got low {low}, high {high}, decay {decay}, expected 0 <= low <= high <= 1 and 0 <= decay "
             "< 1"
         )
-    return Curriculum(
-        start=partial(_start_pool, size),
-        select=_select_members,
-        update=partial(_update_pool, low, high, decay, min_asked),
-        figures=partial(_pool_figures, high),
-        pass_rate=pass_rate,
-    )
 
+    def start(arms: int, key: Tensor) -> Arrays:
+        place = torch.zeros(arms, dtype=torch.int64)  # in the queue
+        place[prng.permutation(key, arms)] = torch.arange(arms)
+        return {"place": place, "member": place < size, **_unasked(arms, "rate")}
 
-def _start_pool(size: int, arms: int, key: Tensor) -> Arrays:
-    place = torch.zeros(arms, dtype=torch.int64)
-    place[prng.permutation(key, arms)] = torch.arange(arms)
-    return {
-        "place": place,  # in the queue
-        "member": place < size,
-        "rate": torch.zeros(arms, dtype=torch.float64),
-        "asked": torch.zeros(arms, dtype=torch.int64),
-    }
+    def select(state: Arrays, key: Tensor, count: int) -> Tensor:
+        order = prng.permutation(key, len(state["member"]))
+        members = order[state["member"][order]]
+        return members[torch.arange(count) % len(members)]
 
+    def update(state: Arrays, arms: Tensor, rates: Tensor) -> Arrays:
+        member, place, after = state["member"], state["place"], _averaged(state, arms, {"rate": (decay, rates)})
+        rate, asked = after["rate"], after["asked"]
+        stays = member & ~((asked >= min_asked) & ((rate > high) | (rate < low)))
+        missing = int(member.sum() - stays.sum())
+        turn = torch.where(stays, asked.max() + 1, asked) * len(place) + place  # of members: behind all the others
+        admitted = torch.zeros_like(member)
+        admitted[turn.argsort()[:missing]] = True
+        return {"place": place, "member": stays | admitted, **after}
 
-def _select_members(state: Arrays, key: Tensor, count: int) -> Tensor:
-    order = prng.permutation(key, len(state["member"]))
-    members = order[state["member"][order]]
-    return members[torch.arange(count) % len(members)]
+    def figures(before: Arrays, after: Arrays) -> dict[str, float]:
+        gone = before["member"] & ~after["member"]
+        return {
+            "pool_size": float(after["member"].sum()),
+            "admitted": float((after["member"] & ~before["member"]).sum()),
+            "retired": float((gone & (after["rate"] > high)).sum()),
+            "set_aside": float((gone & (after["rate"] <= high)).sum()),
+            "fresh": float((after["asked"] == 0).sum()),
+        }
 
-
-def _update_pool(
-    low: float, high: float, decay: float, min_asked: int, state: Arrays, arms: Tensor, rates: Tensor
-) -> Arrays:
-    member, place = state["member"], state["place"]
-    mean, number = step_means(arms, rates, len(member))
-    rate = average_rates(state["rate"], state["asked"], mean, number, decay)
-    asked = state["asked"] + number
-    stays = member & ~((asked >= min_asked) & ((rate > high) | (rate < low)))
-    missing = int(member.sum() - stays.sum())
-    turn = torch.where(stays, asked.max() + 1, asked) * len(place) + place  # of members: behind all the others
-    admitted = torch.zeros_like(member)
-    admitted[turn.argsort()[:missing]] = True
-    return {"place": place, "member": stays | admitted, "rate": rate, "asked": asked}
-
-
-def _pool_figures(high: float, before: Arrays, after: Arrays) -> dict[str, float]:
-    gone = before["member"] & ~after["member"]
-    return {
-        "pool_size": float(after["member"].sum()),
-        "admitted": float((after["member"] & ~before["member"]).sum()),
-        "retired": float((gone & (after["rate"] > high)).sum()),
-        "set_aside": float((gone & (after["rate"] <= high)).sum()),
-        "fresh": float((after["asked"] == 0).sum()),
-    }
+    return Curriculum(start=start, select=select, update=update, figures=figures, pass_rate=pass_rate)

@@ -260,3 +260,10 @@ def test_before_the_policy_has_moved_they_are_what_rewards_as_labels_gives(rows,
     expected = advantage.rewards_as_labels(side, kept & (side != 0), tau=tau, threshold=1.0)
     got = advantage.label_weights(group.logp_old, group, tau=tau)
     close(got, torch.where(group.mask, expected[:, None], 0.0))
+
+
+def test_a_batch_is_refused_with_the_way_to_take_it():
+    """Without the shape checks of the tests, which would refuse it first."""
+    unchecked = getattr(advantage.mean_centered, "__wrapped__", advantage.mean_centered)
+    with pytest.raises(ValueError, match=r"shape \(3, 4\), expected those of one group, \[G\]: torch\.func\.vmap"):
+        unchecked(torch.rand(3, 4), torch.ones(3, 4, dtype=torch.bool))

