@@ -125,15 +125,7 @@ def pad_rollout(rollout: Rollout, width: int) -> Rollout:
 
 
 def row_keys(groups: Groups, key: Tensor) -> Tensor:
-    """fold_in(key, uid, g) of every row, whatever batch the row is in.
-
-    Args:
-        groups: P problems, their samples and rewards.
-        key: random key, [2].
-
-    Returns:
-        One key a row, [B, 2].
-    """
+    """fold_in(key, uid, g) of every row, whatever batch the row is in."""
     return sample_keys(key, groups.problems, groups.reward.value.shape[1]).to(groups.rollout.tokens.device)
 
 
@@ -364,29 +356,14 @@ def given_batch(given: Rollout) -> Batch:
 
 
 def observed_tokens(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Tokens between two that were sampled: what an environment wrote behind a turn, with its chat format.
-
-    Args:
-        mask: which tokens were sampled, [B, T].
-
-    Returns:
-        True for the others behind the first and before the last sampled token of their row, [B, T].
-    """
+    """Tokens between two that were sampled: what an environment wrote behind a turn, with its chat format."""
     sampled = mask.int()
     before, behind = sampled.cumsum(-1) > 0, sampled.flip(-1).cumsum(-1).flip(-1) > 0
     return ~mask & before & behind
 
 
 def tokens_of_group(mask: Bool[Tensor, "B T"], groups: int) -> Int[Tensor, "B T"]:
-    """How many tokens of the mask a row's group has, for each of the row's tokens: known before rows are dealt out.
-
-    Args:
-        mask: which tokens are to be learned from, [B, T]; B is `groups` times the rows of one.
-        groups: number of groups, P.
-
-    Returns:
-        The count, the same for all tokens of a group, [B, T].
-    """
+    """How many tokens of the mask a row's group has, for each of the row's tokens: known before rows are dealt out."""
     tokens = reduce(by_group(mask, groups).long(), "p g t -> p", "sum")
     return repeat(tokens, "p -> (p g) t", g=len(mask) // groups, t=mask.shape[1])
 
@@ -500,15 +477,7 @@ def sample_keys(key: Tensor, problems: Sequence[Problem], group_size: int) -> Te
 
 
 def change_prompts(rollout: Rollout, prompts: Sequence[Sequence[int]]) -> Rollout:
-    """Rows of other prompts and the same tokens from the first sampled one to the last, ids and mask alike.
-
-    Args:
-        rollout: B rows, each with a sampled token.
-        prompts: token ids, at least one, for each row.
-
-    Returns:
-        B rows `[prompt | completion | padding]`, as wide as the longest.
-    """
+    """Rows of other prompts and the same tokens from the first sampled one to the last, ids and mask alike."""
     device = rollout.tokens.device
     begin, end = sampled_span(rollout)
     size = torch.tensor([len(ids) for ids in prompts], device=device)
@@ -528,16 +497,7 @@ def change_prompts(rollout: Rollout, prompts: Sequence[Sequence[int]]) -> Rollou
 def restore_places(
     values: Float[Tensor, "B S"], prompts: Sequence[Sequence[int]], rollout: Rollout
 ) -> Float[Tensor, "B T"]:
-    """Values of the rows that `change_prompts` made, at the places of the same tokens in the rows that it was given.
-
-    Args:
-        values: of each token behind the other prompts, [B, S].
-        prompts: the other prompts.
-        rollout: the rows as they were sampled, [B, T].
-
-    Returns:
-        [B, T]; 0 where nothing was sampled.
-    """
+    """Values of the rows that `change_prompts` made, where these tokens are in the rows it was given; 0 elsewhere."""
     begin, _ = sampled_span(rollout)
     size = torch.tensor([len(ids) for ids in prompts], device=values.device)
     column = torch.arange(rollout.tokens.shape[1], device=values.device)

@@ -77,14 +77,7 @@ def play_script(
 ) -> tuple[Start, tuple[Step, ...]]:
     """The episode in which the policy writes these messages, up to the last one or the end.
 
-    Args:
-        environment: the environment.
-        problem: the problem.
-        messages: of the policy, one a turn.
-        key: seed of the episode; turn n has `key + n`, so that a turn that ignores the state still differs.
-
-    Returns:
-        The start, and the answer to each message that the episode took.
+    Turn n has `key + n`, so that a turn that ignores the state still differs.
     """
     start = environment.start(problem, key)
     steps: list[Step] = []

@@ -136,14 +136,7 @@ def is_message_list(value: object) -> bool:
 
 
 def read_messages(value: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The messages of a row, checked: a role of ROLES and text in each.
-
-    Args:
-        value: `[{"role": ..., "content": ...}, ...]`; a content may be a list of parts `{"type": "text", "text": ...}`,
-            which are joined.
-
-    Returns:
-        The messages, each with "role" and "content" alone.
+    """The messages of a row, checked: a role of ROLES and text in each; parts `{"type": "text", ...}` are joined.
 
     Raises:
         ValueError: for another role or key, or content that is no text; names the message, counted from 0.
@@ -162,14 +155,9 @@ def read_messages(value: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def chat_prompt(messages: Sequence[Mapping[str, str]], fill: Callable[[str], str]) -> str:
-    """The prompt of a row's messages, which a completion of the assistant follows.
+    """The prompt of a row's messages, which a completion follows; `fill` is a template of the last one.
 
-    Args:
-        messages: as `read_messages` returns them; the last one is the user's.
-        fill: applied to the content of the last message: a template.
-
-    Returns:
-        The text itself where there is one message alone, which needs no chat template; else a Conversation.
+    A message alone needs no chat template: it is its text. More are a Conversation.
 
     Raises:
         ValueError: where the last message is not the user's.

@@ -102,17 +102,7 @@ def policy_messages() -> SearchStrategy[Message]:
 def episode_scripts(
     problems: SearchStrategy[Problem], messages: SearchStrategy[Message], longest: int, *, shortest: int = 1
 ) -> SearchStrategy[Script]:
-    """Scripts of episodes.
-
-    Args:
-        problems: draws the problem.
-        messages: draws each message.
-        longest: most messages.
-        shortest: fewest messages.
-
-    Returns:
-        The strategy.
-    """
+    """Scripts of episodes."""
     written = st.lists(messages, min_size=shortest, max_size=longest).map(tuple)
     drawn = st.tuples(problems, written, st.integers(0, 2**62))
     return drawn.map(lambda parts: Script(*parts))

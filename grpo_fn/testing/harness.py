@@ -50,15 +50,7 @@ def simplest_example(examples: SearchStrategy[Any]) -> Any:
 
 
 def check_claim(holds: bool, what: str) -> None:
-    """Check that a claim holds.
-
-    Args:
-        holds: whether it does.
-        what: got and expected, as the message says it.
-
-    Raises:
-        AssertionError: the claim does not hold; its message is `what`.
-    """
+    """Check that a claim holds."""
     if not holds:
         raise AssertionError(what)
 

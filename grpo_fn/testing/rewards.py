@@ -66,16 +66,7 @@ def found_by_name(reward: RewardFn) -> None:
 
 
 def check_value_and_time(score: Score, row: TextRow, bounds: Bounds) -> None:
-    """Check that a row gets a number within bounds or None. That the number is finite is the worker's own demand.
-
-    Args:
-        score: rows -> values, under a deadline.
-        row: a problem and a completion of it.
-        bounds: lowest and highest value of the reward.
-
-    Raises:
-        AssertionError: the value is out of bounds.
-    """
+    """Check that a row gets a number within bounds or None. That the number is finite is the worker's own demand."""
     (value,) = score([row])
     fits = value is None or bounds[0] <= value <= bounds[1]
     check_claim(fits, f"got {value} on {row}, expected within {bounds}, or None")
