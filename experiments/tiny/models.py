@@ -18,7 +18,7 @@ from tempfile import TemporaryFile
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers import models as token_models
 from torch import Tensor, nn
@@ -315,7 +315,7 @@ ADAMW = partial(optimizer.adamw, lr=3e-3, beta1=0.9, beta2=0.99, eps=1e-8, weigh
 
 
 class PaddedPolicy:
-    """A model with an optimizer behind the `Policy` protocol: one process, rows padded, no clipping, temperature 1."""
+    """A `TrainablePolicy` of a model and an optimizer: one process, rows padded, no clipping, temperature 1."""
 
     dropout = False
 
@@ -334,36 +334,21 @@ class PaddedPolicy:
 
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         """Scores of the batch's tokens, and the map from the cotangent of their log-probs to gradients."""
-        logp, entropy = self._scores(batch.tokens, batch.mask)
+        logits = self.model(input_ids=batch.tokens, use_cache=False).logits
+        scores = dense_scores(*predicting_states(logits, batch.tokens, batch.mask), temperature=1.0)
+        logp, entropy = (scatter_to_rows(x, batch.mask) for x in scores)
 
         def pullback(dscores: Scores) -> None:
             torch.autograd.backward([logp], [dscores.logp])
 
         return Scores(logp.detach(), entropy.detach()), pullback
 
-    def _scores(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
-        logits = self.model(input_ids=tokens, use_cache=False).logits
-        logp, entropy = dense_scores(*predicting_states(logits, tokens, mask), temperature=1.0)
-        return scatter_to_rows(logp, mask), scatter_to_rows(entropy, mask)
-
     def set_accumulation_steps(self, parts: int) -> None:
         """Nothing waits for the last micro-batch."""
-
-    @torch.no_grad()
-    def logp(self, rollout: Rollout) -> Float[Tensor, "B T"]:
-        """Log-probs of the rollout's tokens under the weights as they stand."""
-        return self._scores(rollout.tokens, rollout.mask)[0]
 
     def split_rows(self, batch: Batch) -> list[Int[Tensor, "B"]]:
         """All rows as one micro-batch."""
         return [torch.arange(len(batch.mask), device=batch.mask.device)]
-
-    def energy(self, rollout: Rollout) -> Float[Tensor, "B T"]:
-        """A supervised stage has no baseline that reads energies."""
-        raise NotImplementedError
-
-    def reference(self, rollout: Rollout) -> None:
-        """There is no reference."""
 
     def update(self) -> dict[str, float]:
         """One optimizer step at the schedule's rate; clears the gradients."""

@@ -38,7 +38,20 @@ from grpo_fn.core.batch import (
 )
 from grpo_fn.core.partials import check_divides, check_positive, function_and_knobs, needs
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import UNDECLARED, Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals
+from grpo_fn.core.types import (
+    UNDECLARED,
+    Batch,
+    Carry,
+    Gains,
+    Groups,
+    Policy,
+    Reward,
+    Rollout,
+    Sampler,
+    Scores,
+    Totals,
+    TrainablePolicy,
+)
 
 Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
 Span = Callable[[str], AbstractContextManager[object]]
@@ -241,7 +254,7 @@ def reweigh_terms(policy: Policy, terms: Sequence[Term], algo: Algorithm) -> lis
     return [terms[0]._replace(batch=batch), *terms[1:]]
 
 
-def update(policy: Policy, terms: Sequence[Term], gains: Gains, *, own_pass: bool) -> metrics.UpdateResult:
+def update(policy: TrainablePolicy, terms: Sequence[Term], gains: Gains, *, own_pass: bool) -> metrics.UpdateResult:
     """One optimizer step: the objective's gradient by the log-probs is a value, and goes back through the policy."""
     batch = terms[0].batch
     value, figures, mismatches, ratios = 0.0, [], [], [batch.adv.new_zeros(0)]

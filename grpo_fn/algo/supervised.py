@@ -35,7 +35,7 @@ from grpo_fn.core.batch import by_group, check_rollout, given_batch, observed_to
 from grpo_fn.core.batch import minibatches as split_minibatches
 from grpo_fn.core.partials import check_divides, check_positive
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Rollout, Sampler, Scores, Totals
+from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Rollout, Sampler, Scores, Totals, TrainablePolicy
 
 EXAMPLES = {
     "mu": (0.1,),
@@ -233,7 +233,14 @@ def supervised_step(
 
 
 def learn_given(
-    policy: Policy, batch: Batch, objective: Objective, gains: Gains, *, epochs: int, minibatches: int, own_pass: bool
+    policy: TrainablePolicy,
+    batch: Batch,
+    objective: Objective,
+    gains: Gains,
+    *,
+    epochs: int,
+    minibatches: int,
+    own_pass: bool,
 ) -> list[UpdateResult]:
     """The updates of a supervised step: of a run's stage, and of the warm start of a tiny model."""
     return [

@@ -156,8 +156,8 @@ Pullback = Callable[[Scores], None]
 
 
 @runtime_checkable
-class Policy(Protocol):
-    """A model as algorithms see it: log-probs and their pullback, whatever is sharded, recomputed, adapted or fused."""
+class TrainablePolicy(Protocol):
+    """What an optimizer step needs of a policy: the warm start of a tiny model is made of these steps alone."""
 
     dropout: bool  # whether the pass that trains differs from one that does not
 
@@ -170,6 +170,14 @@ class Policy(Protocol):
     def set_accumulation_steps(self, parts: int) -> None:
         """Set the number of micro-batches before the next update; gradient all-reduce may wait for the last of them."""
 
+    def update(self) -> dict[str, float]:
+        """Clip, take one optimizer step, clear the gradients; returns what it did."""
+
+
+@runtime_checkable
+class Policy(TrainablePolicy, Protocol):
+    """A model as algorithms see it: log-probs and their pullback, whatever is sharded, recomputed, adapted or fused."""
+
     def logp(self, rollout: Rollout) -> Float[Tensor, "B T"]:
         """Log-probabilities without gradients, for `logp_old`."""
 
@@ -178,9 +186,6 @@ class Policy(Protocol):
 
     def energy(self, rollout: Rollout) -> Float[Tensor, "B T"]:
         """|d logp / d logits|^2 of each token, for the optimal token baseline."""
-
-    def update(self) -> dict[str, float]:
-        """Clip, take one optimizer step, clear the gradients; returns what it did."""
 
 
 @runtime_checkable
