@@ -157,22 +157,10 @@ def clipped(x: Tensor, row: Row, *, eps: float) -> Tensor:
     ("before", "after", "messages"),
     [
         ("", "", []),
-        ("min(r", "What min(r", ["a first line that says what the thing is, not a question word"]),
         ("row, eps:", "row:", ["Args: eps"]),
-        ("row, eps:", "row, epsilon, eps:", ["no parameter epsilon"]),
         ("Returns:", "Result:", ["Returns"]),
         ("ValueError: if", "OSError: if", ["Raises: ValueError"]),
     ],
 )
 def test_sections_are_held_against_the_signature_and_the_body(before: str, after: str, messages: list[str]) -> None:
     assert faults(GOOD.replace(before, after, 1)) == messages
-
-
-def test_a_comment_documents_a_field() -> None:
-    assert faults('class C:\n    """Class."""\n\n    x: int  # of rows\n    y: int\n') == ["Args: y"]
-
-
-def test_what_is_public_at_the_top_of_a_module_needs_a_docstring() -> None:
-    source = "def f(): ...\n\n\ndef _g(): ...\n\n\nclass C:\n    def method(self): ...\n"
-    assert definitions_without_docstring(source) == ["1: the module", "1: f", "7: C"]
-    assert definitions_without_docstring('"""Module."""\n') == definitions_without_docstring("") == []

@@ -55,27 +55,10 @@ def test_no_public_function_of_a_pure_package_has_a_default() -> None:
     [
         ("def f(x, *, eps=1e-6): ...", "m.py:1: f: got eps=1e-06, which is a knob"),
         ("def f(x, mask=None): ...", "m.py:1: f: got mask=None, which is data"),
-        ("def f(x, y=2, /): ...", "m.py:1: f: got y=2, which is data"),
-        ("def f(\n    x,\n    *,\n    a,\n    b=None,\n): ...", "m.py:5: f: got b=None, which is a knob"),
         ("class C:\n    def go(self, *, lr=1): ...", "m.py:2: C.go: got lr=1, which is a knob"),
-        ("class C:\n    def __init__(self, lr=1): ...", "m.py:2: C.__init__: got lr=1, which is data"),
-        ("if True:\n    async def f(*, a=0): ...", "m.py:2: f: got a=0, which is a knob"),
     ],
 )
 def test_a_default_is_seen(source: str, complaint: str) -> None:
     (message,) = defaults("m.py", source)
     assert message.startswith(complaint)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def f(x, y, *, eps, clip): ...",
-        "def f(x, *rest, eps, **more): ...",
-        "def _f(x, *, eps=1): ...",
-        "class T(NamedTuple):\n    step: int = 0",
-        "def f(x):\n    def g(y, z=1): ...",
-    ],
-)
-def test_what_is_allowed_is_not(source: str) -> None:
-    assert defaults("m.py", source) == []
+    assert defaults("m.py", "def _f(x, *, eps=1): ...\nclass T(NamedTuple):\n    step: int = 0") == []

@@ -6,8 +6,6 @@ import tokenize
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 # Names that several modules give to what is the same thing in each, and why.
 SHARED = {
@@ -125,13 +123,3 @@ def test_files_of_tests_have_names_of_their_own() -> None:
     doubled = [f"{name} is in {' and '.join(folders)}" for name, folders in places.items() if len(folders) > 1]
     assert places
     assert not doubled, "\n".join(doubled)
-
-
-@pytest.mark.parametrize("text", ["test_a_row_is_told_of", "_HEARD", "what\ncame of it", "nobodys_error", "Room for"])
-def test_a_private_word_is_found_in_names_and_texts(text: str) -> None:
-    assert PLAIN.search(text)
-
-
-@pytest.mark.parametrize("text", ["headroom", "tellers", "household", "invoice", "captain vainly", "became often"])
-def test_a_word_that_only_holds_one_is_none(text: str) -> None:
-    assert not PLAIN.search(text)
