@@ -1,6 +1,5 @@
 """A teacher on servers: the log-probs it gives, which servers it asks, how long, and what is refused before work."""
 
-import math
 from copy import deepcopy
 
 import pytest
@@ -51,7 +50,7 @@ def test_each_sampled_token_has_the_log_prob_that_the_server_says(stub):
     assert sorted(asked) == [[3, 5, 7], [4, 6, 2, 8]]  # without padding
 
 
-@pytest.mark.parametrize("fault", [503, "drop", "half"])
+@pytest.mark.parametrize("fault", [503, "half"])
 def test_what_one_server_leaves_is_asked_of_another(stub, fault):
     other = Stub()
     try:
@@ -82,10 +81,6 @@ def check(teacher: VllmTeacher, *, vocabulary: int | None = None, longest: int |
     teacher.check_server("t", tokenizer(), vocabulary or len(tokenizer()), longest)
 
 
-def test_a_server_of_the_same_tokenizer_is_accepted(stub):
-    check(served(stub))
-
-
 @pytest.mark.parametrize(
     ("knobs", "longest", "complaint"),
     [
@@ -112,6 +107,7 @@ def test_the_first_token_of_another_text_is_named(stub):
         def decode(self, ids):
             return "".join("?" if i in (11, 14) else tokenizer().decode([i]) for i in ids)
 
+    check(served(stub))  # of the same tokenizer
     stub.tokenizer = Other()
     own = deepcopy(tokenizer()).decode([11])
     with pytest.raises(ValueError, match=r"whose tokenizer has '\?' as token 11, expected the policy's") as caught:
@@ -126,14 +122,7 @@ def test_a_temperature_is_refused(stub):
 
 
 @pytest.mark.parametrize(
-    "knobs",
-    [
-        {"servers": []},
-        {"servers": ["here:80"]},
-        {"servers": "http://here:80"},
-        {"max_requests": 0},
-        {"server_timeout": -math.inf},
-    ],
+    "knobs", [{"servers": []}, {"servers": "http://here:80"}, {"max_requests": 0}, {"server_timeout": 0.0}]
 )
 def test_knobs_that_are_none_are_refused(stub, knobs):
     with pytest.raises(ValueError, match=r"got .*, expected"):

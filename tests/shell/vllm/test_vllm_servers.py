@@ -73,7 +73,7 @@ def engine(stubs, folder, **knobs):
     return DedicatedEngine(
         knobs.pop("world", World(0, 1, torch.device("cpu"), deadline=30.0)),
         torch.float32,
-        servers=[stub.url for stub in stubs],
+        servers=knobs.pop("servers", [stub.url for stub in stubs]),
         transfer=transfer,
         **{"pause": "wait", **quick, **knobs},
     )
@@ -162,9 +162,14 @@ def test_a_request_says_all_that_decides_the_tokens(two):
     assert sent == {"token_ids": [3, 1], "sampling_params": params}
 
 
-@pytest.mark.slow_after(13)
-@pytest.mark.parametrize("fault", [500, "drop", "hang", "die"])
-@pytest.mark.parametrize("path", SWAP)
+@pytest.mark.slow_after(5)
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        *(("/update_weights", "die"), ("/collective_rpc:grpo_receipt", 500), ("/pause", "hang"), ("/resume", "drop")),
+        *((path, "die") for path in SWAP if path != "/update_weights"),
+    ],
+)
 def test_a_server_that_fails_in_a_push_is_out_and_comes_back_with_the_new_weights(two, path, fault):
     one, other, servers = two
     servers.push_weights(weights(0), version=0)
@@ -190,33 +195,26 @@ def test_a_server_that_fails_in_a_push_is_out_and_comes_back_with_the_new_weight
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_a_server_is_lost_with_another_one_answers(two, fault):
+def test_what_a_server_is_lost_with_another_one_answers_and_every_answer_is_reported_once(two, fault):
     one, _, servers = two
     servers.push_weights(weights(0), version=0)
     one.faults["/inference/v1/generate"] = fault
-    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
-    figures = servers.figures()
-    assert figures["engine/requests_retried"] >= 1
-    assert figures["engine/servers_lost"] == 1
-    assert any(one.url in text for text in servers.complaints)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_an_answer_is_reported_once_and_when_it_comes(two, fault):
-    one, _, servers = two
-    servers.push_weights(weights(0), version=0)
-    one.faults["/inference/v1/generate"] = fault
-    on_answer, thread, open_ = {}, threading.get_ident(), threading.Event()
+    on_answer, thread, over = {}, threading.get_ident(), threading.Event()
 
     def note(i, j, answer):
         assert (i, j) not in on_answer
         assert threading.get_ident() != thread
-        assert not open_.is_set()  # the call goes on
+        assert not over.is_set()  # it comes while the call goes on
         on_answer[i, j] = answer
 
     answers = servers.generate(REQUESTS, params=PARAMS, on_answer=note)
-    open_.set()
+    over.set()
+    assert seen(answers) == expected(0)
     assert on_answer == {(i, j): answer for i, row in enumerate(answers) for j, answer in enumerate(row)}
+    figures = servers.figures()
+    assert figures["engine/requests_retried"] >= 1
+    assert figures["engine/servers_lost"] == 1
+    assert any(one.url in text for text in servers.complaints)
 
 
 def test_where_an_answer_is_not_expected_the_others_are_called_off(two):
@@ -231,24 +229,15 @@ def test_where_an_answer_is_not_expected_the_others_are_called_off(two):
     assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
 
 
-def test_a_server_that_was_started_again_gets_the_weights_before_it_draws(two):
-    one, other, servers = two
-    servers.push_weights(weights(3), version=3)
-    one.kill()
-    other.kill()
-    threading.Timer(0.2, one.start).start()
-    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(3)
-    assert one.label.endswith("-3")
-
-
 def test_without_kept_weights_it_waits_for_the_next_push(folder):
     stubs = [Stub(), Stub()]
     servers = engine(stubs, folder, keep=False)
     servers.push_weights(weights(0), version=0)
     stubs[0].kill()
     assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
+    stubs[0].calls.clear()
     stubs[0].start()
-    time.sleep(0.2)
+    until(lambda: [path for path, _ in stubs[0].calls].count("/weight_info") > 2)  # it was looked at, and left out
     assert servers.figures()["engine/servers"] == 1
     assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
     servers.push_weights(weights(1), version=1)
@@ -274,17 +263,6 @@ def test_with_no_server_left_it_stops_and_names_all_of_them_and_what_waited(fold
     servers.close()
 
 
-def test_a_request_that_breaks_every_server_ends(folder):
-    stubs = [Stub(), Stub()]
-    servers = engine(stubs, folder, server_timeout=0.5)
-    servers.push_weights(weights(0), version=0)
-    for stub in stubs:
-        stub.stuck, stub.faults["/inference/v1/generate"] = True, 500
-    with pytest.raises(RuntimeError, match="completions"):
-        servers.generate(REQUESTS, params=PARAMS)
-    servers.close()
-
-
 def test_a_request_that_is_refused_ends_all_at_once(two):
     one, other, servers = two
     servers.push_weights(weights(0), version=0)
@@ -295,23 +273,15 @@ def test_a_request_that_is_refused_ends_all_at_once(two):
     assert servers.figures()["engine/servers_lost"] == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
-        ("backend", "grpo_nccl", "grpo_file"),
-        ("logprobs_mode", "raw_logprobs", "processed_logprobs"),
-        ("dtype", "bfloat16", "float32"),
-    ],
-)
-def test_a_server_that_was_started_otherwise_is_refused_before_any_weights(two, name, value, why):
+def test_a_server_that_was_started_otherwise_is_refused_before_any_weights(two):
     one, other, servers = two
-    other.described[name] = value
-    with pytest.raises(RuntimeError, match=f"{other.url}.*{value}.*{why}.*vllm_server.sh"):
+    other.described["dtype"] = "bfloat16"
+    with pytest.raises(RuntimeError, match=f"{other.url}.*bfloat16.*float32.*vllm_server.sh"):
         servers.push_weights(weights(0), version=0)
     assert not any(path == "/update_weights" for path, _ in one.calls)
 
 
-@pytest.mark.parametrize(("status", "why"), [(401, "VLLM_API_KEY"), (403, "vllm_server.sh"), (404, "vllm_server.sh")])
+@pytest.mark.parametrize(("status", "why"), [(401, "VLLM_API_KEY"), (404, "vllm_server.sh")])
 def test_a_refusal_says_what_is_missing(two, status, why):
     one, _, servers = two
     one.faults["/collective_rpc:grpo_described"] = status
@@ -329,24 +299,24 @@ def test_the_key_is_taken_from_the_environment(folder, monkeypatch):
     servers.close()
 
 
-def test_before_the_first_push_all_servers_are_waited_for(folder):
-    stubs = [Stub(), Stub()]
-    stubs[1].kill()
-    servers = engine(stubs, folder)
-    threading.Timer(0.3, stubs[1].start).start()
-    servers.push_weights(weights(0), version=0)
-    assert servers.figures()["engine/servers"] == 2
-    assert stubs[1].label == stubs[0].label
-    servers.close()
-
-
-def test_one_that_never_comes_does_not_hold_up_a_run_for_ever(folder):
+def test_before_the_first_push_all_servers_are_waited_for_until_the_deadline(folder):
     stubs = [Stub(), Stub()]
     stubs[1].kill()
     servers = engine(stubs, folder, server_timeout=0.3)
+    with pytest.raises(RuntimeError, match="got asked for completions before the first push"):
+        servers.generate(REQUESTS, params=PARAMS)
     servers.push_weights(weights(0), version=0)
-    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
+    assert servers.figures()["engine/servers"] == 1
+    stubs[1].start()
+    until(lambda: servers._router.servers[1].live)
+    assert stubs[1].label == stubs[0].label
     servers.close()
+    patient = engine(stubs, folder)
+    stubs[1].kill()
+    threading.Timer(0.3, stubs[1].start).start()
+    patient.push_weights(weights(1), version=1)
+    assert patient.figures()["engine/servers"] == 2
+    patient.close()
 
 
 @pytest.mark.parametrize("what", ["received", "held"])
@@ -420,25 +390,6 @@ def test_many_threads_may_generate_while_weights_are_pushed(two):
             assert table[oldest][place] == (tokens, oldest)
 
 
-def test_no_more_requests_are_under_way_than_allowed(folder):
-    stub = Stub()
-    stub.seconds = 0.02
-    servers = engine([stub], folder, max_requests=2)
-    servers.push_weights(weights(0), version=0)
-    busiest = []
-
-    def look():
-        while stub.server is not None:
-            busiest.append(servers._router.servers[0].busy)
-            time.sleep(0.002)
-
-    threading.Thread(target=look, daemon=True).start()
-    servers.generate([GenerationRequest((1,), tuple(range(12)), 5)], params=PARAMS)
-    stub.kill()
-    assert max(busiest) == 2
-    servers.close()
-
-
 def test_closing_ends_what_is_under_way(folder):
     stub = Stub()
     servers = engine([stub], folder, request_seconds=60.0)
@@ -469,19 +420,13 @@ def test_closing_ends_what_is_under_way(folder):
         ({"pause": "abort"}, "'wait' or 'keep'"),
         ({"max_requests": 0}, "at least 1"),
         ({"server_timeout": 0.0}, "more than 0"),
-        ({"stubs": []}, "list of different addresses"),
+        ({"servers": ()}, "list of different addresses"),
+        ({"servers": ("127.0.0.1:8000",)}, "expected an address"),
     ],
 )
 def test_knobs_that_make_no_sense_are_refused(folder, knobs, why):
-    stubs = knobs.pop("stubs", [type("Stub", (), {"url": "http://127.0.0.1:1"})])
     with pytest.raises(ValueError, match=why):
-        engine(stubs, folder, **knobs)
-
-
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", "http://"])
-def test_an_address_that_is_none_is_refused(folder, url):
-    with pytest.raises(ValueError, match="expected an address"):
-        engine([type("Stub", (), {"url": url})], folder)
+        engine([], folder, **{"servers": ("http://127.0.0.1:1",), **knobs})
 
 
 def test_sampling_parameters_that_vllm_would_ignore_are_refused(two):
@@ -489,11 +434,6 @@ def test_sampling_parameters_that_vllm_would_ignore_are_refused(two):
     servers.push_weights(weights(0), version=0)
     with pytest.raises(ValueError, match="temprature"):
         servers.generate(REQUESTS, params={**PARAMS, "temprature": 0.7})
-
-
-def test_nothing_is_drawn_before_the_first_push(two):
-    with pytest.raises(RuntimeError, match="first push"):
-        two[2].generate(REQUESTS, params=PARAMS)
 
 
 def test_files_of_a_trainer_that_was_killed_are_swept(folder):
@@ -564,7 +504,7 @@ MOVES = st.lists(
 
 
 @given(moves=MOVES)
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_whatever_happens_to_servers_every_answer_is_of_the_newest_weights(moves, folder):
     stubs, version = [Stub(), Stub()], 0
     servers = engine(stubs, folder)

@@ -14,7 +14,7 @@ from torch import nn
 from grpo_fn.core import prng
 from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.model.lora import LoRA
-from grpo_fn.shell.sampler.interface import FixedWeights, SamplerContext
+from grpo_fn.shell.sampler.interface import SamplerContext
 from grpo_fn.shell.vllm.fingerprint import HEAD
 from grpo_fn.shell.vllm.vllm_sampler import export_weights
 from grpo_fn.shell.world import alone
@@ -83,15 +83,6 @@ def test_they_come_in_the_dtype_that_is_computed_in(dtype, name):
     its = replace(context(model), dtype=dtype)
     for key, x in export_weights(local(model), its):
         assert x.dtype == dtype, key
-
-
-def test_a_model_that_does_not_train_is_sent_alike():
-    model = MODELS["qwen2_tied"](VOCABULARY)
-    of_policy, of_model = (
-        dict(export_weights(x, context(model))) for x in (local(model), FixedWeights(model, alone(CPU)))
-    )
-    assert of_policy.keys() == of_model.keys()
-    assert all(torch.equal(of_policy[key], of_model[key]) for key in of_model)
 
 
 def test_a_weight_is_gathered_when_its_turn_comes():
