@@ -20,12 +20,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from grpo_fn.shell import atomic_io
 from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.checkpoint import async_saver, store, tensor_shards
-from grpo_fn.shell.checkpoint.async_saver import AsyncSaver, Retention
+from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.checkpoint.store import latest_verified, prune, steps
 from grpo_fn.shell.world import alone
 
@@ -147,28 +146,6 @@ def test_what_is_loaded_is_bitwise_what_was_saved(tensors, listed, extra, step):
         assert contents.meta == found.meta == atomic_io.finite_or_none(meta)
 
 
-def test_a_real_optimizer_comes_back_through_weights_only_loading(root):
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    blobs = {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
-    contents = load(save(root, 1, tensors=model.state_dict(), blobs=blobs, meta={}))
-    other = torch.optim.AdamW(model.parameters(), lr=0.5)
-    other.load_state_dict(contents.blobs["optimizer"])
-    assert other.param_groups[0]["lr"] == 0.1
-    assert torch.equal(other.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
-    assert torch.equal(contents.blobs["rng"], torch.get_rng_state())
-
-
-def test_views_and_parameters_are_saved_as_the_values_they_show(root):
-    base = torch.arange(12.0).reshape(3, 4)
-    tensors = {"t": base.T[1:], "p": nn.Parameter(torch.ones(2))}
-    loaded = load(save(root, 0, tensors=tensors, blobs={}, meta={})).tensors
-    assert torch.equal(loaded["t"], base.T[1:])
-    assert torch.equal(loaded["p"], torch.ones(2))
-
-
 @given(st.dictionaries(names, tensor(), max_size=4), st.dictionaries(names, tensor(), max_size=2))
 def test_the_tensors_under_a_prefix_are_read_without_it_and_nothing_else(tensors, others):
     with fresh() as folder:
@@ -263,8 +240,8 @@ def test_the_next_save_waits_for_the_one_before_and_says_how_long(root, monkeypa
     go = held_back(monkeypatch)
     with AsyncSaver(root, ALONE) as writer:
         writer.save(1, **state(1.0))
-        threading.Timer(0.5, go.release).start()
-        assert 0.2 < writer.save(2, **state(2.0)).waited < 30
+        threading.Timer(0.1, go.release).start()
+        assert 0.05 < writer.save(2, **state(2.0)).waited < 30
         assert steps(root) == [1]
         go.release()
     assert steps(root) == [1, 2]
@@ -286,38 +263,23 @@ def test_what_goes_wrong_beside_is_raised_by_the_next_call_and_once(root, monkey
     assert steps(root) == [2]
 
 
-def fail_after_save(root: Path) -> None:
+def fail_after_save(root: Path, step: int) -> None:
     with AsyncSaver(root, ALONE) as writer:
-        writer.save(1, **state(1.0))
+        writer.save(step, **state(1.0))
         raise KeyError("of the training")
 
 
-def test_an_error_in_the_training_is_not_hidden_by_one_beside_it(root, monkeypatch):
+def test_an_error_in_the_training_finishes_the_save_and_is_not_hidden_by_an_error_beside_it(root, monkeypatch):
     def broken(*args: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
+    with pytest.raises(KeyError):
+        fail_after_save(root, 1)
+    assert_state(load(root / "step_1"), 1.0)
     monkeypatch.setattr(tensor_shards, "write_shards", broken)
     with pytest.raises(KeyError) as caught:
-        fail_after_save(root)
+        fail_after_save(root, 2)
     assert "Input/output error" in caught.value.__notes__[0]
-
-
-def test_a_save_that_is_under_way_when_the_training_fails_is_finished(root):
-    with pytest.raises(KeyError):
-        fail_after_save(root)
-    assert_state(load(root / "step_1"), 1.0)
-
-
-def test_those_not_kept_go_once_the_new_one_is_there(root, monkeypatch):
-    with AsyncSaver(root, ALONE) as writer:
-        for step in range(1, 4):
-            writer.save(step, **state(float(-step)))
-        writer.wait()
-        go = held_back(monkeypatch)
-        writer.save(4, **state(-4.0), keep=Retention(1, 1, "eval/accuracy"))
-        assert steps(root) == [1, 2, 3]
-        go.release()
-    assert steps(root) == [1, 4]
 
 
 def test_no_two_savers_ever_write_into_one_folder(root):
@@ -342,26 +304,21 @@ def test_what_a_process_not_quite_dead_would_rename_is_gone_before_it_is_deleted
     assert [p.name for p in root.iterdir()] == ["step_1"]
 
 
-def test_non_finite_meta_becomes_null(root):
-    path = save(root, 0, tensors={}, blobs={}, meta={"metrics": {"a": float("nan"), "b": float("inf"), "c": 1}})
-    assert load(path).meta == {"metrics": {"a": None, "b": None, "c": 1}}
-
-
 class Custom:
     pass
 
 
 @pytest.mark.parametrize(
-    ("tensors", "blobs", "message"),
+    ("blobs", "message"),
     [
-        (lambda w: {"w": w}, {"optimizer": {"groups": [Custom()]}}, r"Custom at optimizer\['groups'\]\[0\]"),
-        (lambda w: {"w": w}, {"optimizer": {frozenset(): 1}}, "got a frozenset at optimizer"),
-        (lambda w: {"w": w}, {"../x": 1}, "expected identifiers"),
+        ({"optimizer": {"groups": [Custom()]}}, r"Custom at optimizer\['groups'\]\[0\]"),
+        ({"optimizer": {frozenset(): 1}}, "got a frozenset at optimizer"),
+        ({"../x": 1}, "expected identifiers"),
     ],
 )
-def test_what_would_not_come_back_is_refused_before_anything_is_written(root, tensors, blobs, message):
+def test_what_would_not_come_back_is_refused_before_anything_is_written(root, blobs, message):
     with pytest.raises(ValueError, match=message):
-        save(root, 0, tensors=tensors(torch.ones(3, 3)), blobs=blobs, meta={})
+        save(root, 0, tensors={}, blobs=blobs, meta={})
     assert not root.exists()
 
 
@@ -394,7 +351,6 @@ def test_damage_to_any_file_at_any_place_is_named_and_the_one_before_is_taken(da
         assert latest_verified(root, warn=refuse) == found  # it was set aside and is not met again
         save(root, 20, **state(3.0))
         found = latest_verified(root, warn=refuse)
-        assert found is not None
         assert_state(load(found.path), 3.0)
 
 
@@ -503,7 +459,6 @@ def test_sigkill_at_any_line_of_save_leaves_the_old_or_the_new(tmp_path, replaci
         root = before(tmp_path / str(line))
         die_at(line, lambda root=root: save(root, 20, **state(3.0)))
         found = latest_verified(root, warn=refuse)
-        assert found is not None
         value = found.meta["metrics"]["eval/accuracy"]
         assert (found.step, value) in {(20, 2.0) if replacing else (10, 1.0), (20, 3.0)}
         assert_state(load(found.path), value)
@@ -584,10 +539,9 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("big", ["tensors", "blobs"])
-def test_a_disk_that_fills_up_names_path_and_bytes_and_keeps_the_old(tiny_disk, monkeypatch, big):
+def test_a_disk_that_fills_up_names_path_and_bytes_and_keeps_the_old(tiny_disk, monkeypatch):
     save(tiny_disk, 1, **state(1.0))
-    too_much = {**state(2.0), big: {"x": torch.ones(2**19)}}
+    too_much = {**state(2.0), "tensors": {"x": torch.ones(2**19)}}
     with pytest.raises(atomic_io.NoSpace, match=r"no space left: got [\d,]+ bytes free, expected [\d,]+"):
         save(tiny_disk, 2, **too_much)  # seen before anything is written
     monkeypatch.setattr(async_saver, "check_space", lambda path, need_bytes: None)  # another process was quicker
@@ -630,7 +584,6 @@ def test_any_failing_flush_leaves_the_checkpoints_as_they_were(nth, code, replac
         done = calls == FLUSHES  # the last flush is that of the rename, which has happened
         assert {p.name for p in root.iterdir()} == {"step_1", "step_2"} if done or replacing else {"step_1"}
         found = latest_verified(root, warn=refuse)
-        assert found is not None
         assert_state(load(found.path), 3.0 if done else 2.0 if replacing else 1.0)
 
 
@@ -667,7 +620,7 @@ def test_a_visibly_broken_folder_never_displaces_a_whole_one(root):
     assert found.step == 1
 
 
-@pytest.mark.parametrize(("last", "best"), [(0, 1), (-1, 1), (1, -1)])
+@pytest.mark.parametrize(("last", "best"), [(0, 1), (1, -1)])
 def test_keeping_less_than_the_newest_is_refused(root, last, best):
     with pytest.raises(ValueError, match=f"got keep_last {last}, keep_best {best}; expected"):
         prune(root, keep_last=last, keep_best=best, metric="m")
@@ -700,13 +653,3 @@ def test_blocks_of_staged_pieces_are_powers_of_two_and_no_two_pieces_share_a_byt
     assert all(end <= blocks[block] for block, _, end in taken)
     assert all(at % tensor_shards.ALIGNMENT == 0 for _, at in places)
     assert all(size & (size - 1) == 0 for size in blocks)
-
-
-def test_few_blocks_hold_the_pieces_of_a_model_with_little_to_spare() -> None:
-    """Those of Qwen2.5-1.5B with both moments, in float32."""
-    layer = [1536 * 1536 * 2, 2 * 256 * 1536, 3 * 1536 * 8960, 2048, 1536, 1536]
-    sizes = [4 * n for _ in range(3) for n in (151_936 * 1536, *layer * 28)]
-    blocks, _ = tensor_shards.block_layout(sizes)
-    alone = sum(tensor_shards.next_power(size) for size in sizes)
-    assert len(blocks) < 20 < len(sizes)
-    assert sum(blocks) < 1.15 * sum(sizes) < alone

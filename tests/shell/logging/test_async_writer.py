@@ -62,26 +62,17 @@ def test_it_writes_what_a_writer_writes_in_the_same_order(calls: list[Callable])
 
 
 def test_it_writes_beside_and_wait_waits(tmp_path: Path) -> None:
-    gate, done = threading.Event(), []
+    gate, done, figures = threading.Event(), [], {"a": 1.0}
     with opened(tmp_path) as writer:
         writer.do("a gate", partial(gate.wait, SOON))
-        writer.write(MetricsWriter.scalars, 0, {"a": 1.0})
+        writer.write(MetricsWriter.scalars, 0, figures)
+        figures.clear()  # what was handed over is as it was
         writer.do("a note", lambda: done.append(threading.current_thread()))
         assert (tmp_path / "metrics.jsonl").read_text() == ""
         gate.set()
         writer.wait()
         assert done[0] is not threading.current_thread()
         assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "a": 1.0}\n'
-
-
-def test_what_is_handed_over_as_figures_may_change_at_once(tmp_path: Path) -> None:
-    gate, figures = threading.Event(), {"a": 1.0}
-    with opened(tmp_path) as writer:
-        writer.do("a gate", partial(gate.wait, SOON))
-        writer.write(MetricsWriter.scalars, 0, figures)
-        figures.clear()
-        gate.set()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "a": 1.0}\n'
 
 
 def broken() -> None:
@@ -111,13 +102,6 @@ def crash(folder: Path, *works: Callable[[], object]) -> None:
         raise RuntimeError("the crash")
 
 
-def test_a_crash_finds_everything_written(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="the crash") as caught:
-        crash(tmp_path, partial(time.sleep, 0.05))
-    assert not hasattr(caught.value, "__notes__")
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
-
-
 def test_a_crash_and_a_full_disk_are_both_said(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the crash") as caught:
         crash(tmp_path, broken)
@@ -140,15 +124,6 @@ def test_the_training_waits_when_too_much_is_waiting(tmp_path: Path) -> None:
         gate.set()
         thread.join(SOON)
         assert len(asked) == metrics_writer.MAX_PENDING + 1
-
-
-def test_a_disk_that_hangs_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
-    gate = threading.Event()
-    with opened(tmp_path, deadline=0.05) as writer:
-        writer.do("the rollout of step 3", partial(gate.wait, SOON))
-        with pytest.raises(TimeoutError, match=r"got no result of writing the rollout of step 3 within 0\.05 s"):
-            writer.wait()
-        gate.set()
 
 
 def test_a_run_that_is_alone_has_a_deadline_for_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

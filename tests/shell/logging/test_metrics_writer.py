@@ -23,9 +23,9 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.atomic_io import to_json
 from grpo_fn.shell.logging import rollout_store, stopwatch
-from grpo_fn.shell.logging.metrics_writer import LAYOUT, MetricsWriter, markdown_table, read_hparams, rewind
+from grpo_fn.shell.logging.metrics_writer import LAYOUT, MetricsWriter, markdown_table, rewind
 from grpo_fn.shell.logging.rollout_store import rollout_steps
-from grpo_fn.shell.world import World, alone
+from grpo_fn.shell.world import World
 
 
 def lines(run_dir: Path) -> list[dict]:
@@ -66,10 +66,12 @@ def test_the_same_names_and_numbers_go_to_both(tmp_path):
 
 def test_a_step_is_on_the_disk_when_scalars_returns(tmp_path):
     with MetricsWriter(tmp_path, start_step=0) as writer:
-        for step in range(5):
+        for step in range(3):
             writer.scalars(step, {"a": 1.0})
             assert lines(tmp_path)[step] == {"step": step, "a": 1.0}
             assert [event.step for event in events(tmp_path).Scalars("a")] == list(range(step + 1))
+        with pytest.raises(ValueError, match=r"got scalars of step 2, expected .* 3 or later"):
+            writer.scalars(2, {})
 
 
 def test_a_tensorboard_folder_that_is_deleted_is_made_anew(tmp_path):
@@ -93,15 +95,6 @@ def test_a_tensorboard_folder_that_is_deleted_is_made_anew(tmp_path):
         assert [event.step for event in events(tmp_path).Scalars("a")] == [3]
         shutil.rmtree(tmp_path / "tensorboard")
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]
-
-
-def test_steps_only_grow(tmp_path):
-    with MetricsWriter(tmp_path, start_step=3) as writer:
-        with pytest.raises(ValueError, match=r"got scalars of step 2, expected .* 3 or later"):
-            writer.scalars(2, {})
-        writer.scalars(3, {})
-        with pytest.raises(ValueError, match=r"got scalars of step 3, expected .* 4 or later"):
-            writer.scalars(3, {})
 
 
 def test_resuming_at_any_step_equals_an_uninterrupted_run(tmp_path, monkeypatch):
@@ -212,11 +205,6 @@ def test_a_table_shows_every_text_as_it_is_and_nothing_comes_alive(rows):
         assert [c for c in got if c.isprintable() and not c.isspace() and (c != "\ufffd" or c in text)] == visible
 
 
-def test_a_table_has_a_column_for_every_name_in_any_row():
-    page = Page(markdown_to_safe_html(markdown_table([{"a": 1}, {"b": 2}])))
-    assert page.cells == ["a", "b", "1", "", "", "2"]
-
-
 # -- the layout of TensorBoard's pages
 
 
@@ -225,14 +213,11 @@ def test_a_table_has_a_column_for_every_name_in_any_row():
     [
         ("loss/kl", ["KL to the reference"]),  # a prefix of loss/kl_coef_multiplier
         ("loss/kl_coef_multiplier", ["gains of the controllers"]),
-        ("generation/tokens", ["tokens"]),
         ("reward/mean", ["reward"]),
         ("reward/mean_length", ["reward by part"]),
         ("eval/accuracy", []),  # only in the chart with its interval
         ("eval/lenient", ["held-out, other judges"]),
         ("eval/pass@8", ["held-out, of several samples"]),
-        ("eval/level/5", ["held-out accuracy by kind"]),
-        ("time/total", ["seconds a step"]),
         ("system/gpu0_memory_gb", ["memory and devices"]),
     ],
 )
@@ -244,11 +229,6 @@ def test_a_tag_is_drawn_where_it_belongs_and_nowhere_else(tag: str, titles: list
         if kind == "Multiline" and any(re.match(pattern, tag) for pattern in tags)  # as the plugin looks for them
     ]
     assert drawn == titles
-
-
-def test_a_run_from_before_has_no_table_of_knobs(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"fingerprint": "f"}')
-    assert read_hparams(tmp_path) == {}
 
 
 # -- rollouts --------------------------------------------------------------------------------------------------------
@@ -310,24 +290,6 @@ def test_the_newest_steps_are_kept_and_an_undone_future_is_not(visited, keep):
             rollout_store.store_rollouts(Path(folder), step, problems, 1, rollout, reward, adv, keep=keep)
             alive = sorted({s for s in alive if s < step} | {step})[-keep:]
             assert rollout_steps(Path(folder)) == alive
-
-
-def test_keeping_none_stores_none_and_less_is_refused(tmp_path):
-    problems, rollout, reward, adv = rollout_of(1, 2, 3, 0, "x")
-    rollout_store.store_rollouts(tmp_path, 1, problems, 2, rollout, reward, adv, keep=0)
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="got keep -1"):
-        rollout_store.store_rollouts(tmp_path, 1, problems, 2, rollout, reward, adv, keep=-1)
-    with pytest.raises(ValueError, match="got 2 rows for 1 problems x 3"):
-        rollout_store.store_rollouts(tmp_path, 1, problems, 3, rollout, reward, adv, keep=1)
-
-
-def test_usage_names_the_memory_of_the_process():
-    found = stopwatch.usage(alone(torch.device("cpu")))
-    assert 0.01 < found["system/memory_gb"] < 1000
-    compiler = {"system/compiled_graphs", "system/recompilations"}  # once something in this process has loaded it
-    assert compiler & found.keys() in (set(), compiler)
-    assert found.keys() - compiler == {"system/memory_gb"}
 
 
 class TwoCards(World):

