@@ -433,7 +433,6 @@ def sampler_options(
         max_total_tokens=sampling.max_total_tokens,
         max_rows=sampling.max_rows,
         stop=sampling.stop,
-        allow_biased=sampling.allow_biased,
         on_completions=on_completions,
         environments=environments,
     )

@@ -56,7 +56,7 @@ def served(transfer: partial) -> partial:
 
 
 def test_nccl_needs_vllm_too_and_files_need_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = partial(vllm_transfer.FileTransfer, folder="/nowhere", keep=False)
+    files = partial(vllm_transfer.FileTransfer, folder="/nowhere")
     check_engines([partial(local, max_rows=4), served(files), None])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match=r"transfer: got no vllm .* expected it installed"):

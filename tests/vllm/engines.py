@@ -46,7 +46,6 @@ OPTIONS = {
 }
 KNOBS = {
     "max_model_len": None,
-    "extra": {},
     "tensor_parallel": 1,
     "gpu_memory_utilization": 0.3,
     "kv_cache_bytes": 2**26,

@@ -32,10 +32,9 @@ def test_a_few_steps_as_a_user_starts_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_embedded_default_gains_thirty_points(seed: int, tmp_path: Path) -> None:
-    """Seeds 0, 1 and 2, as with the local sampler (tests/e2e/test_learning.py)."""
+def test_the_embedded_default_gains_thirty_points(tmp_path: Path) -> None:
+    """As with the local sampler (tests/e2e/test_learning.py)."""
     cache = f"models.TinyModel.cache={str(tmp_path / 'cache')!r}"
-    started(tmp_path / "run", "--gin_param", f"SEED={seed}", "--gin_param", cache)
+    started(tmp_path / "run", "--gin_param", cache)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.30

@@ -58,7 +58,6 @@ def engine_in(place: SamplerContext, work: Work, *, tokens: int, cache: int) -> 
         place,
         options(place, work),
         max_model_len=tokens,
-        extra={},
         tensor_parallel=1,
         gpu_memory_utilization=SHARE,
         kv_cache_bytes=cache,

@@ -46,7 +46,7 @@ class Retention(NamedTuple):
     keep_last: int
     keep_best: int
     metric: str
-    scores: Mapping[int, float] = store.NONE_LATE
+    scores: Mapping[int, float] | None = None
     spare: Collection[int] = ()
 
 

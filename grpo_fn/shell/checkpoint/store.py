@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psutil
@@ -28,8 +27,6 @@ from grpo_fn.shell.checkpoint import tensor_shards
 from grpo_fn.shell.world import World
 
 UNFINISHED = re.compile(r"\.(tmp|old|gone)-(step_\d+)-(\d+)(?:-[0-9a-f]+)?")
-
-NONE_LATE: Mapping[int, float] = MappingProxyType({})
 
 
 class Checkpoint(NamedTuple):
@@ -103,7 +100,7 @@ def prune(
     keep_last: int,
     keep_best: int,
     metric: str,
-    scores: Mapping[int, float] = NONE_LATE,
+    scores: Mapping[int, float] | None = None,
     spare: Collection[int] = (),
 ) -> list[int]:
     """Delete all but the newest `keep_last`, the `keep_best` with the largest `meta["metrics"][metric]`, and `spare`.
@@ -115,7 +112,8 @@ def prune(
     if keep_last < 1 or keep_best < 0:
         raise ValueError(f"got keep_last {keep_last}, keep_best {keep_best}; expected at least 1 and at least 0")
     metas = {step: meta for step in steps(root) if (meta := _meta_if_whole(root / f"step_{step}")) is not None}
-    scored = {step: scores.get(step, meta.get("metrics", {}).get(metric)) for step, meta in metas.items()}
+    late = scores or {}
+    scored = {step: late.get(step, meta.get("metrics", {}).get(metric)) for step, meta in metas.items()}
     ranked = sorted(((score, step) for step, score in scored.items() if score is not None), reverse=True)
     keep = {*list(scored)[-keep_last:], *(step for _, step in ranked[:keep_best]), *spare}
     doomed = [step for step in scored if step not in keep]

@@ -28,10 +28,7 @@ from grpo_fn.shell.reward_workers.worker_pool import LOAD, JudgeCost, Outcome
 #
 # A file for each rank, `rank_N.jsonl`, an object a line: the digest of the question, the problem's uid, the answer or
 # why there is none, and what it cost. A question that is asked again elsewhere in the stream gets the same answer at no
-# cost, under its own uid.
-
-
-Place = tuple[Path | None, int, int]  # file, offset and bytes of a line; no file: a line that is only in memory
+# cost, under its own uid. Of a long run the answers do not fit in memory, their places in the files do.
 
 
 class JudgeAnswer(NamedTuple):
@@ -54,49 +51,56 @@ class RecordedAnswer(NamedTuple):
     answer: JudgeAnswer
 
 
-class JudgeRecord:
-    """The answers of a run, or of this process where `folder` is None. Any thread may ask.
+class Place(NamedTuple):
+    """Of a line in a file."""
 
-    Nothing is read before the first question, and nothing is written before the first answer. Where `read_only`, as
+    path: Path
+    offset: int
+    size: int
+
+
+class JudgeRecord:
+    """The answers of a run, or of this process if `folder` is None. Any thread may ask.
+
+    Nothing is read before the first question, and nothing is written before the first answer. If it is `read_only`, as
     replay has it, nothing is asked or written.
     """
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self.folder, self.rank, self.read_only = folder, rank, False
-        self._places: dict[tuple[str, int], Place] = {}
+        self._entries: dict[tuple[str, int], Place | JudgeAnswer] = {}
         self._answered: dict[str, tuple[str, int]] = {}  # by digest: an entry with an answer
-        self._memory: list[bytes] = []
         self._opened, self._lock = False, threading.Lock()
 
     def find(self, digest: str, uid: int) -> JudgeAnswer | None:
         """What was answered to this question about the problem of this uid."""
         with self._lock:
             self._open()
-            return self._read(self._places[digest, uid]) if (digest, uid) in self._places else None
+            return self._read((digest, uid)) if (digest, uid) in self._entries else None
 
     def find_elsewhere(self, digest: str) -> JudgeAnswer | None:
         """What was answered to this question about any problem."""
         with self._lock:
             self._open()
-            return self._read(self._places[self._answered[digest]]) if digest in self._answered else None
+            return self._read(self._answered[digest]) if digest in self._answered else None
 
     def add(self, entries: Sequence[RecordedAnswer]) -> None:
-        """Write entries; they are on the disk when this returns. Raises NoSpace where the disk is full."""
+        """Write entries; they are on the disk when this returns. Raises NoSpace when the disk is full."""
         lines = [_line(entry) for entry in entries]
         with self._lock:
             self._open()
-            path, start = self._append(b"".join(lines))
-            for place, (entry, line) in enumerate(zip(entries, lines, strict=True)):
-                self._note(entry, (path, start if path else start + place, len(line)))
-                start += len(line) if path else 0
-            if path is None:
-                self._memory += lines
+            if self.folder is None:
+                for entry in entries:
+                    self._note(entry, entry.answer)
+                return
+            path = self.folder / f"rank_{self.rank}.jsonl"
+            offset = self._append(path, b"".join(lines))
+            for entry, line in zip(entries, lines, strict=True):
+                self._note(entry, Place(path, offset, len(line)))
+                offset += len(line)
 
-    def _append(self, data: bytes) -> tuple[Path | None, int]:
-        """Put the bytes at the end of this rank's file; the file and where they begin."""
-        if self.folder is None:
-            return None, len(self._memory)
-        path = self.folder / f"rank_{self.rank}.jsonl"
+    def _append(self, path: Path, data: bytes) -> int:
+        """Put the bytes at the end of a file; where they begin."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:
@@ -110,7 +114,7 @@ class JudgeRecord:
             if error.errno in (28, 122):  # ENOSPC, EDQUOT
                 raise no_space(path, len(data)) from error
             raise
-        return path, start
+        return start
 
     def _open(self) -> None:
         """Find the entries of all ranks; of two about one question, this rank's own counts."""
@@ -131,23 +135,23 @@ class JudgeRecord:
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # torn: the process was killed while it wrote
-                self._note(_entry(path, line), (path, end, len(line)))
+                self._note(_entry(path, line), Place(path, end, len(line)))
                 end += len(line)
         if own and not self.read_only and path.stat().st_size > end:
             os.truncate(path, end)
 
-    def _note(self, entry: RecordedAnswer, place: Place) -> None:
-        self._places[entry.digest, entry.uid] = place
+    def _note(self, entry: RecordedAnswer, known: Place | JudgeAnswer) -> None:
+        self._entries[entry.digest, entry.uid] = known
         if entry.answer.text is not None:
             self._answered.setdefault(entry.digest, (entry.digest, entry.uid))
 
-    def _read(self, place: Place) -> JudgeAnswer:
-        path, start, size = place
-        if path is None:
-            return _entry(Path("memory"), self._memory[start]).answer
-        with path.open("rb") as file:
-            file.seek(start)
-            return _entry(path, file.read(size)).answer
+    def _read(self, key: tuple[str, int]) -> JudgeAnswer:
+        entry = self._entries[key]
+        if isinstance(entry, JudgeAnswer):
+            return entry
+        with entry.path.open("rb") as file:
+            file.seek(entry.offset)
+            return _entry(entry.path, file.read(entry.size)).answer
 
 
 def _line(entry: RecordedAnswer) -> bytes:

@@ -48,7 +48,6 @@ class SamplerOptions:
     stop: Sequence[str]  # texts that end a completion
     max_rows: int  # decoded at once
     max_total_tokens: int | None = None  # of a prompt and its completion together; None: no such limit
-    allow_biased: bool = False  # whether draws may come from another distribution than the trainer's
     # Called with completions, those that their rollout will have, as soon as they have ended, in whatever thread: rows
     # that the sampler learns of together come in one call, as one message to the workers is cheaper than many.
     on_completions: OnCompletions | None = None

@@ -14,14 +14,6 @@ CONTROL = 30.0  # seconds for a short question
 KEEP_ALIVE = 2.0  # seconds; the server hangs up after 5, and a request sent at that moment would be lost
 NO_LOGP = -9999.0  # what the server sends for a log-prob that is missing, NaN or minus infinity
 STOPPED = {"stop": True, "length": False}  # by finish_reason
-# Fields of vLLM's SamplingParams that go over the wire. One that it does not know the server ignores without a word.
-FIELDS = {
-    *("n", "seed", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
-    *("ignore_eos", "include_stop_str_in_output", "bad_words", "logit_bias", "allowed_token_ids", "detokenize"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection", "skip_special_tokens"),
-    *("spaces_between_special_tokens", "logprobs", "watermarking", "thinking_token_budget", "structured_outputs"),
-    *("extra_args", "skip_reading_prefix_cache", "skip_clone"),
-}
 EXCERPT = 500  # characters of a server's complaint
 ADVICE = {  # by the status of a refusal
     401: ", expected the server's key in VLLM_API_KEY",

@@ -30,9 +30,9 @@ from grpo_fn.shell.vllm.engine import (
     OnAnswer,
     OnTurn,
     SamplingParams,
+    StaleEngine,
     WeightReceipt,
     import_vllm,
-    verify_weights,
 )
 from grpo_fn.shell.vllm.fingerprint import (
     HEAD,
@@ -272,14 +272,22 @@ class ColocatedEngine:
             self._wake("kv_cache")
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("push: got an engine that keeps cached prefixes of the old weights")
-            held = self._held()
-            # If they differ, a layout may hide weights: then those that it was opened with are not recognised either.
-            comparable = held == incoming.sent or self._opened == self._in_folder()
-        receipt = WeightReceipt(version, incoming.sent, held if comparable else None)
-        verify_weights(receipt)
-        self.version, self.ready, self._verified = version, True, receipt.held is not None
+            held = self.verify_weights(incoming.sent, version)
+        self.version, self.ready, self._verified = version, True, held is not None
         self._counts["push_seconds"] += time.monotonic() - started
-        return receipt
+        return WeightReceipt(version, incoming.sent, held)
+
+    def verify_weights(self, sent: Fingerprint, version: int) -> Fingerprint | None:
+        """What the engine holds; None if its layout hides that. Raises StaleEngine if it is not what was sent."""
+        if (held := self._held()) == sent:
+            return held
+        # A layout may hide weights: then those that it was opened with are not recognised either.
+        if self._opened != self._in_folder():
+            return None
+        raise StaleEngine(
+            f"weights of version {version}: got {held} in the engine after {sent} was sent, expected the same: it "
+            "would sample from other weights than those that are trained"
+        )
 
     def rest(self) -> None:
         """Let go of weights and cache until the next push; on CPU there is nothing to be had from that."""

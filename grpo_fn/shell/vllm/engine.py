@@ -21,8 +21,7 @@ from grpo_fn.core.sampling import categorical, greedy, nucleus
 from grpo_fn.shell.sampler.interface import EngineRefused, TokenSampler
 from grpo_fn.shell.vllm.fingerprint import Fingerprint
 
-# Fields of vLLM's SamplingParams. A user may set any of them, so their types are vLLM's affair.
-SamplingParams = Mapping[str, Any]
+SamplingParams = Mapping[str, Any]  # fields of vLLM's
 
 
 class GenerationRequest(NamedTuple):
@@ -61,15 +60,6 @@ class WeightReceipt(NamedTuple):
     version: int
     sent: Fingerprint
     held: Fingerprint | None
-
-
-def verify_weights(receipt: WeightReceipt) -> None:
-    """Raise StaleEngine if the engine holds something else than was sent."""
-    if receipt.held is not None and receipt.held != receipt.sent:
-        raise StaleEngine(
-            f"weights of version {receipt.version}: got {receipt.held} in the engine after {receipt.sent} was sent, "
-            "expected the same: it would sample from other weights than those that are trained"
-        )
 
 
 @runtime_checkable
@@ -122,26 +112,12 @@ class SteppedEngine(InferenceEngine, Protocol):
 SEEDS = 2**31  # vLLM takes them as signed numbers of 32 bits
 COOLEST, HOTTEST = 0.01, 2.0  # what vLLM (0.32) takes: it raises a lower temperature to 0.01, and refuses higher ones
 
-# What the sampler sets itself: prompts, seeds, ends, lengths and log-probs are not a user's to set.
-RESERVED = {
-    *("n", "seed", "temperature", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
-    *("logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs", "detokenize", "output_kind"),
-    *("skip_special_tokens", "skip_clone", "trace_decode_token_ids"),
-}
-# Fields that leave the distribution as it is at this value; any other field may move it.
-NEUTRAL: SamplingParams = {
-    **{"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0},
-    **{"top_p": 1, "logit_bias": None, "bad_words": None, "allowed_token_ids": None, "structured_outputs": None},
-    **{"thinking_token_budget": None, "repetition_detection": None, "extra_args": None},
-}
-KEEPS_ALL = (0, -1)  # of top_k
 
+def sampling_params(token_sampler: TokenSampler) -> dict[str, Any]:
+    """The fields that make vLLM draw as `token_sampler` does, with the knobs that are bound to it.
 
-def sampling_params(token_sampler: TokenSampler, extra: SamplingParams) -> dict[str, Any]:
-    """The fields that make vLLM draw as `token_sampler` does, with the knobs that are bound to it, and `extra` ones.
-
-    Raises ValueError for other functions than greedy, categorical and nucleus, for temperatures that vLLM changes or
-    refuses, and for extra fields that contradict the knobs.
+    Raises ValueError for other functions than greedy, categorical and nucleus, and for temperatures that vLLM changes
+    or refuses.
     """
     function, knobs = function_and_knobs(token_sampler)
     if function not in (greedy, categorical, nucleus):
@@ -156,38 +132,7 @@ def sampling_params(token_sampler: TokenSampler, extra: SamplingParams) -> dict[
             "(sampling.greedy is the limit 0)"
         )
     names = ("temperature", "top_p", "top_k")
-    params = {"temperature": 0.0} if function is greedy else {name: knobs[name] for name in names if name in knobs}
-    if contradicted := sorted(name for name in params.keys() & extra.keys() if params[name] != extra[name]):
-        raise ValueError(
-            f"extra: got {', '.join(f'{name} = {extra[name]!r}' for name in contradicted)}, expected as "
-            f"`token_sampler` has it, {', '.join(f'{name} = {params[name]!r}' for name in contradicted)}"
-        )
-    return {**params, **extra}
-
-
-def check_extra(extra: SamplingParams, *, allow_biased: bool) -> None:
-    """Raise ValueError for fields that the sampler sets itself, and for those that bias unless that is accepted.
-
-    With a penalty, a cut or a banned token the completions come from another distribution than the one whose
-    log-probabilities the trainer computes.
-    """
-    if reserved := sorted(RESERVED & {*extra}):
-        raise ValueError(
-            f"extra: got {', '.join(reserved)}, which the sampler sets itself; expected other SamplingParams"
-        )
-    if not allow_biased and (biased := sorted(name for name, value in extra.items() if not is_neutral(name, value))):
-        listed = ", ".join(f"{name} = {extra[name]!r}" for name in biased)
-        raise ValueError(
-            f"extra: got {listed}, which may draw from another distribution than the trainer's, expected none of it, "
-            "or sections.Sampling.allow_biased = True to train all the same"
-        )
-
-
-def is_neutral(name: str, value: Any) -> bool:
-    """Whether this field leaves the distribution as it is."""
-    if name == "top_k":
-        return value in KEEPS_ALL
-    return name in NEUTRAL and (value == NEUTRAL[name] or (not value and not NEUTRAL[name]))
+    return {"temperature": 0.0} if function is greedy else {name: knobs[name] for name in names if name in knobs}
 
 
 def row_seeds(key: Int[Tensor, "2"], uids: Sequence[int], group_size: int) -> list[tuple[int, ...]]:

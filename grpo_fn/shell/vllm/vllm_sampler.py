@@ -51,7 +51,6 @@ from grpo_fn.shell.vllm.engine import (
     InferenceEngine,
     SamplingParams,
     SteppedEngine,
-    check_extra,
     row_seeds,
     sampling_params,
 )
@@ -242,7 +241,6 @@ def colocated_sampler(
     options: SamplerOptions,
     *,
     max_model_len: int | None,
-    extra: SamplingParams,
     tensor_parallel: int,
     gpu_memory_utilization: float,
     kv_cache_bytes: int,
@@ -255,7 +253,6 @@ def colocated_sampler(
         context: the model that is trained, and its surroundings.
         options: what the run asks of its sampler; vLLM draws as sampling.greedy, categorical and nucleus alone.
         max_model_len: positions that the engine has memory for; None: the model's.
-        extra: further fields of vLLM's SamplingParams.
         tensor_parallel: neighbouring ranks that are one engine together.
         gpu_memory_utilization: fraction of the GPU's memory that the engine has while it is awake.
         kv_cache_bytes: size of the KV cache on a CPU, beside the weights, bytes.
@@ -268,8 +265,7 @@ def colocated_sampler(
     Raises:
         ValueError: before the engine is started, for what vLLM does not draw; where it does not open the model.
     """
-    check_extra(extra, allow_biased=options.allow_biased)
-    sampling_params(options.token_sampler, extra)  # raises before an engine is started
+    sampling_params(options.token_sampler)  # raises before an engine is started
     engine_options = EngineOptions(
         tensor_parallel=tensor_parallel,
         max_model_len=max_model_len,
@@ -280,7 +276,7 @@ def colocated_sampler(
         detokenize=bool(options.stop),
         generate_timeout=generate_timeout,
     )
-    return sampler_of_engine(ColocatedEngine(context, engine_options), context, options, max_model_len, extra)
+    return sampler_of_engine(ColocatedEngine(context, engine_options), context, options, max_model_len)
 
 
 def dedicated_sampler(
@@ -288,7 +284,6 @@ def dedicated_sampler(
     options: SamplerOptions,
     *,
     max_model_len: int | None,
-    extra: SamplingParams,
     engine: Callable[[World, torch.dtype], InferenceEngine],
 ) -> "VllmSampler":
     """A sampler whose engine is elsewhere: `engine` makes what talks to it (vllm_servers.DedicatedEngine).
@@ -298,7 +293,6 @@ def dedicated_sampler(
         options: what the run asks of its sampler, as for `colocated_sampler`; a server bounds by itself what it
             decodes at once, `max_rows` is what `grpo_fn.eval` asks for at once.
         max_model_len: positions that the engine has memory for; None: the model's.
-        extra: further fields of vLLM's SamplingParams.
         engine: (world, dtype) -> the client of the engine.
 
     Returns:
@@ -307,10 +301,9 @@ def dedicated_sampler(
     Raises:
         ValueError: for what vLLM does not draw, before there is an engine.
     """
-    check_extra(extra, allow_biased=options.allow_biased)
-    sampling_params(options.token_sampler, extra)
+    sampling_params(options.token_sampler)
     client = engine(context.world, context.dtype)
-    return sampler_of_engine(client, context, options, max_model_len, extra)
+    return sampler_of_engine(client, context, options, max_model_len)
 
 
 def sampler_of_engine(
@@ -318,7 +311,6 @@ def sampler_of_engine(
     context: SamplerContext,
     options: SamplerOptions,
     max_model_len: int | None,
-    extra: SamplingParams,
 ) -> "VllmSampler":
     """The sampler, with the tokens that end a completion."""
     return VllmSampler(
@@ -327,7 +319,6 @@ def sampler_of_engine(
         context=context,
         ends=end_tokens(context, options.tokenizer),
         max_model_len=max_model_len,
-        extra=extra,
     )
 
 
@@ -346,14 +337,13 @@ class VllmSampler(SamplerOptions):
     context: SamplerContext
     ends: Sequence[int]  # tokens that end a completion
     max_model_len: int | None
-    extra: SamplingParams
     # Of the weights; other samplers on the same engine count on.
     versions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError for limits below 1, stop strings that stop at once, and what vLLM does not draw."""
         super().__post_init__()
-        sampling_params(self.token_sampler, self.extra)
+        sampling_params(self.token_sampler)
         if self.environments is not None and not self.environments.pure and self.engine.ranks > 1:
             raise ValueError(
                 f"episodes: got {self.environments.name}, which is not pure, with an engine of {self.engine.ranks} "
@@ -462,4 +452,4 @@ class VllmSampler(SamplerOptions):
         """Fields of SamplingParams. The ends are ours alone; a stop string is part of the completion, as any end is."""
         stops = {"stop": [*self.stop], "include_stop_str_in_output": True} if self.stop else {}
         ends = {"ignore_eos": True, "stop_token_ids": [*self.ends]}
-        return {**sampling_params(self.token_sampler, self.extra), **stops, **ends}
+        return {**sampling_params(self.token_sampler), **stops, **ends}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_fn.shell.background_worker import BackgroundWorker
-from grpo_fn.shell.vllm.client import FIELDS, RequestRefused, Server, ServerCompletion, Unreachable
+from grpo_fn.shell.vllm.client import RequestRefused, Server, ServerCompletion, Unreachable
 from grpo_fn.shell.vllm.engine import (
     EngineCompletion,
     GenerationRequest,
@@ -320,14 +320,6 @@ class WeightUpdater:
                 done.append(server)
         return done
 
-    async def without(self, servers: Sequence[RoutedServer], failed: Mapping[str, str]) -> list[RoutedServer]:
-        """All but those at these addresses, which the trainer could not send to."""
-        lost = [server for server in servers if server.url in failed]
-        for server in lost:
-            self.router.drop_server(server, failed[server.url])
-        await self.each(lost, self.discard_update)
-        return [server for server in servers if server not in lost]
-
     async def open(self, server: RoutedServer) -> None:
         """Meet the trainer if need be, stop drawing, and expect weights."""
         if await self._is_updating(server):
@@ -382,6 +374,12 @@ class WeightUpdater:
 
     async def _relabel(self, server: RoutedServer, label: str) -> None:
         await server.post("/update_weight_version", json={"new_version": label})
+
+
+async def check_carried(server: RoutedServer, *, failed: Mapping[str, str]) -> None:
+    """Raise Unreachable for one of these addresses, which the trainer could not send to."""
+    if server.url in failed:
+        raise Unreachable(failed[server.url])
 
 
 def held_by_replica(receipts: Sequence[Mapping[str, Any]]) -> list[Fingerprint]:
@@ -504,13 +502,8 @@ class DedicatedEngine:
 
         `on_answer` is called with every answer in the thread of the event loop, which waits for it.
 
-        Raises ValueError for params that vLLM does not know, and RuntimeError before the first push and when no server
-        answers in time.
+        Raises RuntimeError before the first push and when no server answers in time.
         """
-        if unknown := sorted({*params} - FIELDS):
-            raise ValueError(
-                f"sampling: got {', '.join(unknown)}, expected fields of vLLM's SamplingParams: {sorted(FIELDS)}"
-            )
         if self._router.newest is None:
             raise RuntimeError("vLLM servers: got asked for completions before the first push, expected weights first")
         return self._run(self._router.generate(requests, params, on_answer))
@@ -559,8 +552,7 @@ class DedicatedEngine:
             info = self._transfer.offer(chunk)
             taking = self._start(updater.swap(servers, partial(updater.take, info=info)))
             failed = self._transfer.carry(chunk, [server.url for server in servers])
-            servers = self._run(updater.without(_result(taking), failed))
-            self._transfer.chunk_received()
+            servers = self._run(updater.swap(_result(taking), partial(check_carried, failed=failed)))
         self._transfer.end()
         newest = PushedWeights(self._run_id, version, sent)
         urls = [server.url for server in self._run(updater.swap(servers, partial(updater.finish, newest=newest)))]

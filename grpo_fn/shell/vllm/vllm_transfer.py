@@ -42,7 +42,7 @@ def chunks(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Chunk]:
 
 @runtime_checkable
 class Transfer(Protocol):
-    """One way. The main rank calls it, for one set of weights at a time; what a way has no need of does nothing."""
+    """One way. The main rank calls it, for one set of weights at a time; `begin`, `carry` and `end` may do nothing."""
 
     backend: str  # the engine that servers have to be started with
 
@@ -53,14 +53,11 @@ class Transfer(Protocol):
         """A new set of weights: what was kept of the last one is forgotten."""
 
     def offer(self, chunk: Chunk) -> Info:
-        """What the servers get to know of a chunk."""
+        """What the servers get to know of a chunk; all of them have the one before."""
 
     def carry(self, chunk: Chunk, urls: Sequence[str]) -> dict[str, str]:
         """What the trainer does while the servers take it; the servers that this failed with, and how."""
         return {}
-
-    def chunk_received(self) -> None:
-        """All servers have the chunk that was offered last."""
 
     def end(self) -> None:
         """The set is complete."""
@@ -77,15 +74,13 @@ class FileTransfer(Transfer):
     """Through safetensors files in a folder that trainer and servers share, under one user.
 
     Args:
-        folder: path of the folder. /dev/shm is memory: with `keep` it holds the whole model.
-        keep: True keeps the newest weights for a server that comes back; False: it waits for the next ones.
+        folder: path of the folder, which holds the newest weights, for a server that comes back. /dev/shm is memory.
 
     Raises:
         ValueError: for a folder that is not there.
     """
 
     folder: str
-    keep: bool
     backend = "grpo_file"
     _own: Path | None = field(default=None, init=False)
     _sent: list[Info] = field(default_factory=list, init=False)
@@ -115,18 +110,13 @@ class FileTransfer(Transfer):
         self._sent.append({"name": name, "sha256": hashlib.sha256(data).hexdigest()})
         return self._sent[-1]
 
-    def chunk_received(self) -> None:
-        """Delete the file, unless it is to be kept."""
-        if not self.keep:
-            (self._place() / self._sent[-1]["name"]).unlink(missing_ok=True)
-
     def end(self) -> None:
         """From here on they can be given again."""
         self._complete = True
 
     def again(self) -> list[Info] | None:
         """The files."""
-        return list(self._sent) if self.keep and self._complete else None
+        return list(self._sent) if self._complete else None
 
     def close(self) -> None:
         """Delete everything."""

@@ -4,7 +4,6 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -15,10 +14,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.sampling import categorical, greedy, gumbel_max, nucleus
 from grpo_fn.shell.vllm.engine import (
     COMPILE_THREADS,
-    NEUTRAL,
-    RESERVED,
     SEEDS,
-    check_extra,
     import_vllm,
     row_seeds,
     sampling_params,
@@ -30,55 +26,25 @@ uids = st.lists(st.integers(0, 2**40), min_size=1, max_size=6, unique=True)
 
 @given(temperature=temperatures, top_k=st.integers(0, 99), top_p=st.floats(0.1, 1.0))
 def test_a_function_of_ours_becomes_its_knobs_and_nothing_else(temperature: float, top_k: int, top_p: float) -> None:
-    assert sampling_params(partial(partial(categorical), temperature=temperature), {}) == {"temperature": temperature}
+    assert sampling_params(partial(partial(categorical), temperature=temperature)) == {"temperature": temperature}
     knobs = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    assert sampling_params(partial(nucleus, **knobs), {}) == knobs
-    assert sampling_params(greedy, {}) == {"temperature": 0.0}
+    assert sampling_params(partial(nucleus, **knobs)) == knobs
+    assert sampling_params(greedy) == {"temperature": 0.0}
 
 
 def test_other_functions_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"token_sampler: got fork_rng, expected sampling.greedy, .* vLLM draws itself"
     ):
-        sampling_params(partial(torch.random.fork_rng, enabled=True), {})
+        sampling_params(partial(torch.random.fork_rng, enabled=True))
     with pytest.raises(ValueError, match=r"token_sampler: got gumbel_max, expected sampling.greedy"):
-        sampling_params(partial(gumbel_max, temperature=1.0), {})
+        sampling_params(partial(gumbel_max, temperature=1.0))
 
 
 @given(temperature=st.floats(0.0, 0.0099) | st.floats(2.001, 99.0))
 def test_temperatures_that_vllm_changes_or_refuses_are_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match=r"temperature: got .*, expected one that vLLM draws at, 0.01 to 2"):
-        sampling_params(partial(categorical, temperature=temperature), {})
-
-
-BIASES = {
-    **{"repetition_penalty": 1.1, "presence_penalty": -0.1, "frequency_penalty": 0.5, "min_p": 0.05, "top_p": 0.9},
-    **{"top_k": 50, "logit_bias": {3: 1.0}, "bad_words": ["no"], "min_tokens": 4, "allowed_token_ids": [1, 2]},
-    **{"structured_outputs": {"regex": "a"}, "no_field_of_today": 0},
-}
-
-
-@given(extra=st.dictionaries(st.sampled_from(sorted(BIASES)), st.none(), min_size=1))
-def test_what_may_bias_is_refused_unless_the_config_accepts_it(extra: dict[str, Any]) -> None:
-    extra = {name: BIASES[name] for name in extra}
-    check_extra(extra, allow_biased=True)
-    with pytest.raises(ValueError, match="may draw from another distribution") as refused:
-        check_extra(extra, allow_biased=False)
-    assert all(f"{name} = {value!r}" in str(refused.value) for name, value in extra.items())
-
-
-def test_what_changes_nothing_is_accepted_and_what_the_sampler_sets_itself_is_not_for_others() -> None:
-    check_extra({**NEUTRAL, "top_k": 0}, allow_biased=False)
-    for name in RESERVED:
-        with pytest.raises(ValueError, match=f"extra: got {name}, which the sampler sets itself"):
-            check_extra({name: 1}, allow_biased=True)
-
-
-def test_function_and_extra_fields_do_not_disagree() -> None:
-    draw = partial(nucleus, temperature=1.0, top_k=0, top_p=0.9)
-    assert sampling_params(draw, {"min_p": 0.1, "top_p": 0.9}) == {**sampling_params(draw, {}), "min_p": 0.1}
-    with pytest.raises(ValueError, match=r"extra: got top_p = 0.5, expected as `token_sampler` has it, top_p = 0.9"):
-        sampling_params(draw, {"top_p": 0.5})
+        sampling_params(partial(categorical, temperature=temperature))
 
 
 @given(seed=st.integers(0, 2**64 - 1), uids=uids, group_size=st.integers(1, 5))

@@ -57,10 +57,10 @@ EXAMPLES = settings.default.max_examples
 DRAW = partial(categorical, temperature=1.0)
 OPTIONS = {"token_sampler": DRAW, "encode": encode_prompt, "max_new_tokens": 6, "stop": (), "max_rows": 8}
 KNOBS = {
-    **{"max_model_len": None, "extra": {}, "tensor_parallel": 1},
+    **{"max_model_len": None, "tensor_parallel": 1},
     **{"gpu_memory_utilization": 0.3, "kv_cache_bytes": 2**26, "enforce_eager": True, "generate_timeout": 60.0},
 }
-ENGINE = EngineOptions(**{name: KNOBS[name] for name in KNOBS if name != "extra"}, max_rows=8, detokenize=False)
+ENGINE = EngineOptions(**KNOBS, max_rows=8, detokenize=False)
 prompts = st.lists(st.text("aT 7\né", min_size=1, max_size=9), min_size=1, max_size=4)
 
 
@@ -120,7 +120,7 @@ def context(**changes: Any) -> SamplerContext:
 
 
 def sampler(engine: Any = None, **changes: Any) -> VllmSampler:
-    fields = {"tokenizer": tokenizer(), **OPTIONS, "max_model_len": None, "extra": {}, "ends": [VOCABULARY - 1]}
+    fields = {"tokenizer": tokenizer(), **OPTIONS, "max_model_len": None, "ends": [VOCABULARY - 1]}
     return VllmSampler(**{**fields, "engine": engine or Engine(), "context": context(), **changes})
 
 
@@ -194,9 +194,9 @@ def test_the_engine_gets_ends_limits_and_how_to_draw() -> None:
     asking = sampler(engine, ends=[3, 9])
     asking.sample(problems(["a"]), 1, key=KEY)
     assert engine.calls_of_generate[-1][1] == params
-    replace(asking, token_sampler=greedy, extra={"min_p": 0.1}, stop=("\n",)).sample(problems(["a"]), 1, key=KEY)
+    replace(asking, token_sampler=greedy, stop=("\n",)).sample(problems(["a"]), 1, key=KEY)
     stops = {"stop": ["\n"], "include_stop_str_in_output": True}
-    assert engine.calls_of_generate[-1][1] == {**params, **stops, "temperature": 0.0, "min_p": 0.1}
+    assert engine.calls_of_generate[-1][1] == {**params, **stops, "temperature": 0.0}
 
 
 def test_a_model_folder_names_the_ends(tmp_path: Path) -> None:
@@ -211,8 +211,6 @@ def test_a_model_folder_names_the_ends(tmp_path: Path) -> None:
     [
         ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
         ({"token_sampler": partial(categorical, temperature=3.0)}, "temperature: got 3.0"),
-        ({"extra": {"repetition_penalty": 1.2}}, r"repetition_penalty = 1\.2"),
-        ({"extra": {"seed": 1}}, "got seed, which the sampler sets itself"),
         ({}, r"got no vllm .* pip install 'grpo-fn\[vllm\]'"),
     ],
 )

@@ -68,7 +68,7 @@ def small_and_quick(monkeypatch):
 
 def engine(stubs, folder, **knobs):
     """An engine that is quick to give up."""
-    transfer = partial(vllm_transfer.FileTransfer, folder=str(folder), keep=knobs.pop("keep", True))
+    transfer = partial(vllm_transfer.FileTransfer, folder=str(folder))
     quick = {"request_seconds": 0.4, "server_timeout": 5.0, "max_requests": 3}
     return DedicatedEngine(
         knobs.pop("world", World(0, 1, torch.device("cpu"), deadline=30.0)),
@@ -227,23 +227,6 @@ def test_where_an_answer_is_not_expected_the_others_are_called_off(two):
     with pytest.raises(ScoringInterrupted, match="asked to stop"):
         servers.generate(REQUESTS, params=PARAMS, on_answer=note)
     assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
-
-
-def test_without_kept_weights_it_waits_for_the_next_push(folder):
-    stubs = [Stub(), Stub()]
-    servers = engine(stubs, folder, keep=False)
-    servers.push_weights(weights(0), version=0)
-    stubs[0].kill()
-    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
-    stubs[0].calls.clear()
-    stubs[0].start()
-    until(lambda: [path for path, _ in stubs[0].calls].count("/weight_info") > 2)  # it was looked at, and left out
-    assert servers.figures()["engine/servers"] == 1
-    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
-    servers.push_weights(weights(1), version=1)
-    assert servers.figures()["engine/servers"] == 2
-    assert not list(folder.glob("*/*"))
-    servers.close()
 
 
 def test_with_no_server_left_it_stops_and_names_all_of_them_and_what_waited(folder):
@@ -427,13 +410,6 @@ def test_closing_ends_what_is_under_way(folder):
 def test_knobs_that_make_no_sense_are_refused(folder, knobs, why):
     with pytest.raises(ValueError, match=why):
         engine([], folder, **{"servers": ("http://127.0.0.1:1",), **knobs})
-
-
-def test_sampling_parameters_that_vllm_would_ignore_are_refused(two):
-    _, _, servers = two
-    servers.push_weights(weights(0), version=0)
-    with pytest.raises(ValueError, match="temprature"):
-        servers.generate(REQUESTS, params={**PARAMS, "temprature": 0.7})
 
 
 def test_files_of_a_trainer_that_was_killed_are_swept(folder):
