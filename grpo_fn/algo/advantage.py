@@ -26,14 +26,6 @@ from torch import Tensor
 from grpo_fn.core import masked
 from grpo_fn.core.types import Batch
 
-EXAMPLES = {
-    "eps": (1e-4, 1e-9),
-    "ddof": (0, 1),
-    "k": (1, 3),
-    "threshold": (1.0,),
-    "tau": (0.5, 2.0),
-}  # knobs as tests try them
-
 
 def group_normalized(
     reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, eps: float, ddof: int

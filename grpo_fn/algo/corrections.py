@@ -15,7 +15,6 @@ A ratio is `(row) -> w [T]`; a divergence is `(log_w [T]) -> [T]`, 0 where the t
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from jaxtyping import Bool, Float
@@ -227,15 +226,6 @@ def row_max(x: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, ""]
     kept = torch.where(mask, x, 0.0)
     least, most = kept.amin(), kept.amax()
     return torch.where(-least > most, least, most)
-
-
-EXAMPLES: dict[str, tuple[object, ...]] = {  # knobs as tests try them
-    **{"cap": (3.0,), "low": (0.0,), "high": (2.0,), "delta": (0.2,), "ratio": (token_ratio, row_ratio)},
-    "weight": (partial(truncated_weight, ratio=token_ratio, cap=3.0),),
-    "mask": (partial(off_policy_sequence_mask, delta=0.2),),
-    "divergence": (k1_divergence, k2_divergence, k3_divergence),
-    "reduction": (row_sum, row_mean, row_max),
-}
 
 
 def _log_w(row: Batch) -> Float[Tensor, "T"]:

@@ -27,12 +27,6 @@ from grpo_fn.algo import advantage as of_group
 from grpo_fn.core.batch import by_group, check_tensor, scored_rows
 from grpo_fn.core.types import Batch, Gains, Groups, Reward, Rollout, Undeclared
 
-EXAMPLES = {
-    "beta": (0.3,),
-    "eps": (1e-4, 1e-9),
-    "gamma": (0.95, 1.0),
-    "state_weight": (1.0,),
-}  # knobs as tests try them
 _PAIRS = 1 << 20  # of turns that are compared at once: the memory of `by_state`
 PASSES = ("logp_ref", "logp_teacher", "energy")  # forward passes that a step makes for those who declare them
 

@@ -19,10 +19,6 @@ from torch import Tensor
 
 from grpo_fn.algo.credit import Credit, ScoredStep, token_advantages, zero_outside_mask
 
-EXAMPLES = {  # knobs as tests try them
-    **{"coef": (1.0, 0.25), "gamma": (0.5, 0.0), "lam": (0.5, 1.0), "clip": (0.2, 0.5)},
-    **{"warmup": (0, 3), "decay": (0, 5)},
-}
 Share = Callable[[int], float]
 TINY = 1e-8  # least sum of |gap| of a row that is divided by, nats; from TRL's code
 

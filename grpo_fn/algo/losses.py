@@ -25,13 +25,6 @@ from torch import Tensor
 from grpo_fn.core import masked
 from grpo_fn.core.types import Batch
 
-EXAMPLES = {  # knobs as tests try them
-    **{"clip_low": (0.2,), "clip_high": (0.28,), "cap": (3.0,), "tau_positive": (1.0,), "tau_negative": (1.05,)},
-    **{"log_low": (0.4,), "log_high": (0.4,), "delta": (0.05,), "kappa": (0.0, 1e-3), "coef": (1.0,)},
-    **{"k_positive": (2.0,), "lambda_positive": (3.0,), "k_negative": (3.0,), "lambda_negative": (2.0,)},
-    **{"low": (0.2,), "high": (0.28,), "beta": (0.1,), "half_life": (2.0,)},
-    **{"weight_low": (0.8, 1.0), "weight_high": (1.2,), "safety": (1.5,)},
-}
 TOKEN_LIMIT = 20.0  # nats: bounds of a token's log-ratio and, above, of a row's, in `vespo`
 ROW_FLOOR = math.log(1e-8)  # nats: least log-ratio of a row there
 CHUNK = 128  # columns of one piece of `discounted_to_go`

@@ -21,8 +21,6 @@ from torch import Tensor
 from grpo_fn.core import prng
 from grpo_fn.core.types import Batch, Rollout
 
-EXAMPLES = {"low": (0.1,), "high": (2.0,), "share": (0.0, 0.4), "limit": (0.04, 1.0)}  # knobs as tests try them
-
 
 def clip_cov_tokens(
     batch: Batch, key: Int[Tensor, "B 2"], *, low: float, high: float, share: float

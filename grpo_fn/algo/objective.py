@@ -38,10 +38,6 @@ from grpo_fn.core.batch import check_tensor
 from grpo_fn.core.partials import needs
 from grpo_fn.core.types import Batch, Gains, Scores, Totals
 
-EXAMPLES = {  # knobs as tests try them
-    **{"max_length": (1, 7), "target": (0.5,), "rate": (0.1,), "limit": (0.2,), "step": (0.05,), "highest": (2.0,)},
-}
-
 Objective = Callable[[Scores, Batch, Totals, Gains], Tensor | tuple[Tensor, dict[str, Tensor]]]
 TokenLoss = Callable[[Tensor, Batch], Tensor | tuple[Tensor, dict[str, Tensor]]]
 
@@ -268,9 +264,6 @@ def prompt_mean(batch: Batch, totals: Totals) -> Float[Tensor, "B T"]:
 
 
 # Coefficients that follow a measurement.
-
-
-# Knobs as tests try them.
 
 
 def adaptive_kl(gain: float, measured: float, *, target: float, rate: float, limit: float) -> float:

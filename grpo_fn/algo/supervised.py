@@ -37,14 +37,6 @@ from grpo_fn.core.partials import check_divides, check_positive
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Rollout, Sampler, Scores, Totals, TrainablePolicy
 
-EXAMPLES = {
-    "mu": (0.1,),
-    "peak": (0.9,),
-    "valley": (0.05,),
-    "warmup": (0, 3),
-    "decay": (0, 5),
-}  # knobs as tests try them
-
 
 def cross_entropy(
     scores: Scores,

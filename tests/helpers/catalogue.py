@@ -1,7 +1,7 @@
 """Finds every function of a kind, so that a new one is tested the moment it exists.
 
 Functions of a kind share the names of their positional parameters. Their knobs are drawn from their annotations; where
-the range of a knob matters, one line beside the function has the values to try: EXAMPLES of its module, by name.
+the range of a knob matters, EXAMPLES has the values to try, by the module and the name of the knob.
 """
 
 import inspect
@@ -108,8 +108,37 @@ KNOWN_PRESETS = {
 }
 # Losses whose trust region is around the sampler, whatever logp_old is.
 AROUND_THE_SAMPLER = {"dppo_tv", "masked_ratio", "vespo", "dppo_kl", "masked_reinforce"}
+# Values of knobs whose range matters, by module and name.
+EXAMPLES: dict[ModuleType, dict[str, tuple]] = {
+    advantage: {"eps": (1e-4, 1e-9), "ddof": (0, 1), "k": (1, 3), "threshold": (1.0,), "tau": (0.5, 2.0)},
+    corrections: {
+        **{"cap": (3.0,), "low": (0.0,), "high": (2.0,), "delta": (0.2,)},
+        "ratio": (corrections.token_ratio, corrections.row_ratio),
+        "weight": (partial(corrections.truncated_weight, ratio=corrections.token_ratio, cap=3.0),),
+        "mask": (partial(corrections.off_policy_sequence_mask, delta=0.2),),
+        "divergence": (corrections.k1_divergence, corrections.k2_divergence, corrections.k3_divergence),
+        "reduction": (corrections.row_sum, corrections.row_mean, corrections.row_max),
+    },
+    credit: {"beta": (0.3,), "eps": (1e-4, 1e-9), "gamma": (0.95, 1.0), "state_weight": (1.0,)},
+    distillation: {
+        **{"coef": (1.0, 0.25), "gamma": (0.5, 0.0), "lam": (0.5, 1.0), "clip": (0.2, 0.5)},
+        **{"warmup": (0, 3), "decay": (0, 5)},
+    },
+    losses: {
+        **{"clip_low": (0.2,), "clip_high": (0.28,), "cap": (3.0,), "tau_positive": (1.0,), "tau_negative": (1.05,)},
+        **{"log_low": (0.4,), "log_high": (0.4,), "delta": (0.05,), "kappa": (0.0, 1e-3), "coef": (1.0,)},
+        **{"k_positive": (2.0,), "lambda_positive": (3.0,), "k_negative": (3.0,), "lambda_negative": (2.0,)},
+        **{"low": (0.2,), "high": (0.28,), "beta": (0.1,), "half_life": (2.0,)},
+        **{"weight_low": (0.8, 1.0), "weight_high": (1.2,), "safety": (1.5,)},
+    },
+    masking: {"low": (0.1,), "high": (2.0,), "share": (0.0, 0.4), "limit": (0.04, 1.0)},
+    objective: {
+        **{"max_length": (1, 7), "target": (0.5,), "rate": (0.1,), "limit": (0.2,), "step": (0.05,), "highest": (2.0,)},
+    },
+    supervised: {"mu": (0.1,), "peak": (0.9,), "valley": (0.05,), "warmup": (0, 3), "decay": (0, 5)},
+}
 TRUNCATED = partial(corrections.truncated_weight, ratio=corrections.token_ratio, cap=3.0)
-# Values of a knob that its module says nothing about; a function is tested at every combination of its knobs' values.
+# Values of a knob that EXAMPLES says nothing about; a function is tested at every combination of its knobs' values.
 BY_ANNOTATION: dict[object, tuple] = {
     float: (0.25, 1.0),
     int: (1, 3),
@@ -145,14 +174,14 @@ def functions(module: ModuleType, *positional: str) -> dict[str, Callable]:
 def values_of(module: ModuleType, name: str, function: Callable, knob: str) -> tuple:
     """The values to try of a knob: those that its module gives for the name, or those of its annotation."""
     asked = inspect.signature(function).parameters[knob].annotation
-    if (given := getattr(module, "EXAMPLES", {}).get(knob)) is not None:
+    if (given := EXAMPLES.get(module, {}).get(knob)) is not None:
         return given
     if get_origin(asked) is Literal:
         return get_args(asked)
     if (drawn := BY_ANNOTATION.get(asked)) is None:
         raise LookupError(
             f"got the knob {knob}: {asked} of {name}, expected an annotation among {list(BY_ANNOTATION)}, "
-            f'or a line EXAMPLES = {{"{knob}": (value, ...)}} beside the function'
+            f"or values of {knob} in EXAMPLES of tests/helpers/catalogue.py"
         )
     return drawn
 
