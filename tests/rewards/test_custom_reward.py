@@ -18,7 +18,7 @@ from experiments.custom_reward.test_idea import (  # its tests are run here, too
 from experiments.custom_reward.test_idea import (
     test_steps_count_once_and_from_the_start as test_steps_count_once_and_from_the_start,
 )
-from grpo_fn import run, testing
+from grpo_fn import testing
 from grpo_fn.config import freeze, load_config
 from grpo_fn.rewards.combine import part_names
 
@@ -71,39 +71,9 @@ def test_gin_says_what_exists_and_uses_all_that_it_binds(place, names, tmp_path)
     assert len(part_names(reward.keywords["parts"])) == names
 
 
-def test_the_first_gin_block_is_that_of_the_run_file():
-    said = (FOLDER / "run.gin").read_text(encoding="utf-8").splitlines()
-    assert all(line in said for line in blocks("gin")[0].splitlines())
-
-
 def commands() -> list[str]:
     lines = "".join(blocks("sh")).replace("|\n", "| ").splitlines()
     return [line for line in lines if line.strip()]
-
-
-def test_every_command_is_one_that_is_tried_here():
-    assert [re.search(r"python -m (\S+)", line)[1] for line in commands()] == [
-        "pytest",
-        "grpo_fn.run",
-        "grpo_fn.run",
-        "grpo_fn.score",
-    ]
-
-
-@pytest.mark.parametrize("line", [line for line in commands() if "grpo_fn.run" in line])
-def test_the_run_of_the_page_is_whole(line):
-    args = run.flags().parse_args(shlex.split(line)[3:])
-    (file,) = args.gin_file
-    assert (PROJECT / file).is_file()
-    assert load_config([str(PROJECT / file)], []).root.knobs
-
-
-def test_the_folder_that_the_page_gives_to_pytest_holds_the_tests_that_are_run_here():
-    (line,) = [line for line in commands() if "pytest" in line]
-    source = (PROJECT / line.split()[-1] / "test_idea.py").read_text(encoding="utf-8")
-    found = re.findall(r"^def (test_\w+)", source, re.MULTILINE)
-    assert len(found) == 2
-    assert set(found) <= globals().keys()
 
 
 def test_a_row_is_scored_as_the_page_says():
@@ -122,8 +92,3 @@ def test_the_complaint_on_the_page_is_the_one_that_comes():
     with pytest.raises(AssertionError) as caught:
         testing.check_reward(rewards_on_trial.backtracks, deadline=1.0)
     assert str(caught.value) + "\n" in blocks("text")
-
-
-def test_what_the_page_names_is_there():
-    for name in re.findall(r"`testing\.(\w+)", PAGE):
-        assert hasattr(testing, name)

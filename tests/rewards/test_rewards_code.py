@@ -6,9 +6,7 @@ Nothing is run here: the runner returns given verdicts. The real one is in tests
 import ast
 import builtins
 import json
-import pickle
 import time
-from functools import partial
 
 import hypothesis.strategies as st
 import pytest
@@ -68,15 +66,10 @@ def test_windows_line_ends_stay_within_the_program():
 
 
 HOSTILE_TEXTS = {
-    "backquotes": "`" * 2**20,
     "a fence that is none": "```" + "a" * 2**20 + "`",
-    "blanks": "```python" + " \t" * 2**19 + "`",
     "fences": "```python\n" * 2**16,
-    "closings": "```\n" * 2**18,
     "tildes": "~~~" * 2**18 + "`",
     "indented": (" " * 2**10 + "```\n") * 2**9,
-    "form feeds": "```\x0c" * 2**18,
-    "nothing": "",
 }
 
 
@@ -168,7 +161,6 @@ NAMES = {
     "a function": ("assert f(1) == g(2)", "", "", {"f", "g"}, []),
     "built-ins are the judge's": ("assert set(f(1)) == set(sorted([1]))", "", "", {"f"}, []),
     "unless the reference defines them": ("assert sum(1, 2) == 3", "", SUM, {"sum"}, []),
-    "a module": ("assert math.isclose(f(1), 1)", "", "", {"f"}, ["import math"]),
     "a function named like a module": ("assert select(1) == 1", "", "", {"select"}, []),
     "both": ("assert token(token.NAME) == 1", "", "", {"token"}, []),
     "what the reference imports": (
@@ -178,11 +170,9 @@ NAMES = {
         {"f"},
         ["from collections import Counter as C"],
     ),
-    "a part of a package": ("assert os.path.join(f(1))", "", "import os.path", {"f"}, ["import os.path"]),
     "not what it imports from elsewhere": ("assert norm(f(1))", "", "from scipy.stats import norm", {"f", "norm"}, []),
     "what the setup makes": ("assert f(root) == 1", "root = Node(1)", "class Node: ...", {"f", "Node"}, []),
     "what the test makes": ("assert f(lambda x: x) == [y for y in (1,)]", "", "", {"f"}, []),
-    "a constant": ("assert f(1) == LIMIT", "", "LIMIT = 3", {"f", "LIMIT"}, []),
     "within an if of the reference": ("assert len(1) == 3", "", "if True:\n    len = lambda x: 3", {"len"}, []),
     "not within its functions": ("assert f(1) == max(1, 2)", "", "def f(x):\n    max = 3", {"f"}, []),
     "a reference that does not parse": ("assert f(1)", "", "def f(", {"f"}, []),
@@ -199,16 +189,6 @@ def test_a_name_is_the_programs_when_it_can_be_nothing_else(test, setup, answer,
 def test_the_program_finds_done_what_the_setup_imports():
     run = program("assert f(1) == 1", setup="import math\nfrom cmath import phase as p\nx = 1")
     assert run.sources == ("import math\nfrom cmath import phase as p", "def f(x): return x")
-
-
-def test_tests_go_as_they_are():
-    tests = ("assert f(1) == 1", "assert f(2) == 2")
-    assert program(*tests).tests == tests
-
-
-def test_a_reward_with_its_runner_is_found_by_its_name_in_another_process():
-    reward = partial(code.all_tests_pass, run=partial(max, default=0))
-    assert pickle.loads(pickle.dumps(reward)).func is code.all_tests_pass
 
 
 IDENTIFIER = st.sampled_from(["f", "g", "len", "sum", "math", "re", "x", "Node", "token"])

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.config import load_config
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards.combine import part_names
 from grpo_fn.rewards.math import correct
 from grpo_fn.rewards.wrappers import by_task, with_timeout
 from grpo_fn.shell.reward_workers.reward_pool import seconds_of
@@ -43,11 +41,6 @@ def test_the_least_of_several_deadlines_counts_whatever_is_between_them(limits, 
     assert seconds_of(reduce(around, limits, partial(tenth, of=1)), 5.0) == min(limits)
 
 
-@pytest.mark.parametrize("fn", [correct, partial(tenth, of=1), partial(halved, reward=correct), len])
-def test_without_one_the_default_counts(fn):
-    assert seconds_of(fn, 5.0) == 5.0
-
-
 @given(seconds, seconds, seconds)
 def test_the_rewards_of_a_table_share_the_longest_of_their_deadlines(default, one, other):
     table = {"a": partial(with_timeout, reward=correct, seconds=one), "b": correct}
@@ -62,28 +55,3 @@ def test_the_rewards_of_a_table_share_the_longest_of_their_deadlines(default, on
 def test_no_time_at_all_is_refused(limit):
     with pytest.raises(ValueError, match=f"seconds: got {limit}, expected more than 0"):
         seconds_of(partial(with_timeout, reward=correct, seconds=limit), 5.0)
-
-
-def test_a_part_keeps_its_name():
-    assert part_names([partial(with_timeout, reward=partial(tenth, of=1), seconds=1.0), correct]) == [
-        "tenth",
-        "correct",
-    ]
-
-
-GIN = """
-from __gin__ import dynamic_registration
-from grpo_fn.rewards import wrappers
-from grpo_fn.rewards import math
-wrappers.with_timeout.reward = @judge/wrappers.with_timeout
-wrappers.with_timeout.seconds = 60.0
-judge/wrappers.with_timeout.reward = @math.correct
-judge/wrappers.with_timeout.seconds = 2.5
-"""
-
-
-def test_a_gin_file_can_put_it_around_any_reward(tmp_path):
-    (tmp_path / "judge.gin").write_text(GIN)
-    knobs = load_config([str(tmp_path / "judge.gin")], [], root="grpo_fn.rewards.wrappers.with_timeout").kwargs()
-    assert seconds_of(knobs["reward"], 5.0) == 2.5
-    assert knobs["reward"].keywords["reward"] is correct

@@ -30,56 +30,38 @@ def boxed(gold, answer, fn=correct):
 RIGHT = [
     ("42", r"so \boxed{42}"),
     ("42", r"\boxed {42}"),
-    ("42", r"\boxed{42.}"),
-    ("42", r"\boxed{ 42 }."),
     ("42", r"\boxed{\boxed{42}}"),
     ("42", r"\boxed{41}, no: \boxed{42}"),
     ("42", r"$\boxed{x = 42}$"),
     ("1000", r"\boxed{1,000\,\mathrm{km/h}}"),
     ("42", r"\boxed{42 = x}"),
-    ("42", r"\boxed{x = y = 42}"),
     ("42", r"\boxed{P(X > 2) = 42}"),
     ("42", r"\boxed{A = \frac{1}{2}bh = 42}"),
     ("42", r"\boxed{\frac{84}{2} = 42}"),
-    ("42", r"\boxed{42 apples}"),
     ("42", r"\boxed{42\text{ cm}}"),
     ("42", r"\boxed{42\,\text{cm}^2}"),
-    ("42", r"\boxed{42 square miles}"),
     ("42", r"\boxed{\text{Rs. }42}"),
-    ("42", r"\boxed{\text{42 apples}}"),
     ("42", r"\boxed{42.0}"),
     ("42", r"\boxed{\approx 42}"),
     ("42", r"\boxed{\mathbf{42}}"),
-    ("42", r"\boxed{x = {42}}"),
-    ("42", r"\fbox{42}"),
     ("42", "6 * 7\n#### 42"),
     ("42", "#### 41\nwait\n#### 42"),
     ("42", "### Answer\n#### Step 1\nThe answer is 42."),
     ("42", "The answer is 42. I am sure of it, 100 times."),
-    ("42", "The answer is 42, because 6 * 7 is."),
-    ("42", "THE FINAL ANSWER IS: $42$"),
     ("42", r"the answer is \(42\)."),
     ("42", "The answer is **42**."),
-    ("42", "The answer is 42 dollars."),
     ("42", "The answer is:\n\n42\n"),
-    ("42", "It follows.\nAnswer: 42"),
     ("42", "**Final Answer:** $42$"),
     ("18", r"\boxed{\$18}"),
-    ("18", r"\boxed{18 €}"),
     ("1,000", r"\boxed{1000}"),
     ("1000", r"\boxed{1{,}000}"),
-    ("1000", r"\boxed{1 000}"),
     ("42000", r"\boxed{42\,000}"),
-    ("42000", r"\boxed{42,\!000}"),
     ("1000", "The answer is $1,000."),
     (r"1600\pi", r"\boxed{1,600\pi}"),
     (r"\frac{12}{5,\!525}", r"\boxed{\frac{12}{5,525}}"),
     ("3000000", r"\boxed{3 million dollars}"),
     ("3.5", "The answer is 3.5. Yes."),
-    ("-3", r"\boxed{-3}"),
     ("-3", r"\boxed{−3}"),
-    ("0.5", r"\boxed{\frac{1}{2}}"),
-    (r"\frac{1}{2}", r"\boxed{1/2}"),
     (r"\frac{1}{2}", r"\boxed{0.5}"),
     (r"\frac{1}{2}", r"\boxed{½}"),
     (r"\frac{1}{3}", r"\boxed{0.\overline{3}}"),
@@ -87,17 +69,13 @@ RIGHT = [
     (r"\frac{5}{2}", r"\boxed{2 1/2}"),
     ("50%", r"\boxed{50\%}"),
     ("300000000", r"\boxed{3 \times 10^8}"),
-    ("1024", r"\boxed{2^{10}}"),
     (r"2\sqrt{6}", r"\boxed{\sqrt{24}}"),
     (r"2\sqrt{6}", r"\boxed{2√6}"),
     ("x^2+1", r"The answer is $1 + x^2$."),
     ("x^2+1", r"\boxed{f(x) = x^2 + 1}"),
-    ("a + b + c", r"\boxed{c + a + b}"),
     (r"\{1,2\}", r"\boxed{\{2,1\}}"),
     ("2,-2", r"\boxed{x = \pm 2}"),
     ("3, -2", r"\boxed{x = -2 \text{ or } x = 3}"),
-    ("6, 8", r"\boxed{6\text{, and }8}"),
-    ("(1,2]", r"\boxed{(1, 2]}"),
     (r"(-\infty,0]\cup[4,\infty)", r"\boxed{[4, ∞) ∪ (-∞, 0]}"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}"),
     (r"\begin{pmatrix}0.5\\2\end{pmatrix}", r"\boxed{\begin{bmatrix} 1/2 \\ 2 \end{bmatrix}}"),
@@ -114,7 +92,6 @@ WRONG = [
     ("42", ""),
     ("42", "42"),
     ("42", r"\boxed{}"),
-    ("42", r"\boxed{43}"),
     ("42", r"\boxed{42}, no: \boxed{41}"),
     ("42", r"\boxed{42} or rather \boxed{4"),
     ("42", r"\boxed{42"),
@@ -123,8 +100,6 @@ WRONG = [
     ("42", "The answer is 42 and not 41."),
     ("42", r"\boxed{-42}"),
     ("42", r"\boxed{42x}"),
-    ("42", r"\boxed{42 pi}"),
-    ("42", r"\boxed{42 million}"),
     ("42", r"\boxed{42\text{ million}}"),
     ("42", r"\boxed{4²}"),
     ("42", r"\boxed{4 2 1}"),
@@ -137,9 +112,7 @@ WRONG = [
     ("(1,2]", r"\boxed{(1,2)}"),
     ("(1,2)", r"\boxed{(2,1)}"),
     ("0.5", r"\boxed{\frac{1}{0}}"),
-    ("42", r"\boxed{\frac{}{}}"),
     ("42", "\\boxed{" + "42 + 0" * 100 + "}"),
-    (r"\text{even}", r"\boxed{\text{odd}}"),
     (r"\text{east}", r"\boxed{\text{seat}}"),
     ("5x - y - 17 = 0", r"\boxed{10x - 2y = 35}"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix} 1 \\ 3 \end{pmatrix}}"),
@@ -159,49 +132,11 @@ def test_wrong_answers_are_wrong(gold, text):
 
 # What a lone right number among others, or a statement of another value, would be worth to a policy that does not know.
 EVASIONS = [
-    *[r"41, 42", ", ".join(map(str, range(100))), "1, 2, ..., 42", r"1, 2, \ldots, 42", r"\ldots 42", "41 or 42"],
-    *[r"\{41, 42\}", r"41 \cup 42", r"\{41\} \cup \{42\}", r"x \in \{41, 42\}", r"x = 41 \text{ or } x = 42"],
-    *[
-        r"41 \lor 42",
-        r"\pm 42",
-        r"41 \pm 1",
-        "[41, 42]",
-        "[0, 100]",
-        r"\begin{cases} 41 \\ 42 \end{cases}",
-        r"41 \\ 42",
-    ],
-    *[
-        r"41 \quad 42",
-        "41; 42",
-        "41|42",
-        "41/42",
-        r"42\text{ or 43}",
-        r"42\text{ to }\frac{43}{1}",
-        "41 = 42",
-        "42 = 41",
-    ],
-    *[
-        "y = 41 = 42",
-        "x = 41 x = 42",
-        r"x=41{}x=42",
-        r"\neq 42",
-        "not 42",
-        r"\neg 42",
-        r"\text{not }42",
-        r"\cancel{42}",
-    ],
-    *[
-        "> 42",
-        r"\geq 42",
-        "x > 42",
-        "@@ 42",
-        "who knows ? 42",
-        "41 ... 42",
-        r"\overline{42}",
-        "42!",
-        r"\sim 42",
-        "42:00",
-    ],
+    *["41, 42", ", ".join(map(str, range(100))), "1, 2, ..., 42", r"\ldots 42", "41 or 42", r"\{41, 42\}", "x > 42"],
+    *[r"\{41\} \cup \{42\}", r"x \in \{41, 42\}", r"x = 41 \text{ or } x = 42", r"41 \lor 42", r"\pm 42", r"41 \pm 1"],
+    *["[0, 100]", r"\begin{cases} 41 \\ 42 \end{cases}", r"41 \\ 42", r"41 \quad 42", "41; 42", "41|42", "41/42"],
+    *[r"42\text{ or 43}", "41 = 42", "42 = 41", "y = 41 = 42", "x = 41 x = 42", r"\neq 42", "not 42", r"\text{not }42"],
+    *[r"\cancel{42}", "> 42", r"\geq 42", "@@ 42", "41 ... 42", r"\overline{42}", "42!", r"\sim 42", "42:00"],
 ]
 
 
@@ -212,56 +147,15 @@ def test_hedged_denied_and_contradictory_answers_are_wrong(answer):
 
 joints = st.sampled_from(
     [
-        *[
-            ",",
-            ", ",
-            ";",
-            " or ",
-            " and ",
-            r"\text{ or }",
-            r"\cup ",
-            r"\cap ",
-            r"\lor ",
-            "|",
-            "/",
-            "=",
-            r"\equiv ",
-            r"\to ",
-        ],
-        *[r"\mid ", r"\\", r"\quad ", r"\, ", "~", " ", "&", ":", "->", "<", r"\le ", r"\in ", r"\setminus ", r"\pm "],
-        *[
-            "...",
-            r"\ldots ",
-            "-",
-            r"\text{--}",
-            "^",
-            "!",
-            r"\%",
-            r"\cdot ",
-            "*",
-            "+",
-            "'",
-            "\n",
-            r"\vert ",
-            "{}",
-            "(",
-            "[",
-        ],
+        *[",", ", ", ";", " or ", " and ", r"\text{ or }", r"\cup ", r"\cap ", r"\lor ", "|", "/", "=", r"\equiv "],
+        *[r"\mid ", r"\\", r"\quad ", "~", " ", "&", ":", "->", "<", r"\le ", r"\in ", r"\setminus ", r"\pm ", "..."],
+        *[r"\ldots ", "-", "^", "!", r"\%", r"\cdot ", "*", "+", "'", "\n", r"\vert ", "{}", "(", "["],
     ]
 )
 frames = st.sampled_from(
     [
-        *[
-            "%s%s%s",
-            r"\{%s%s%s\}",
-            "(%s%s%s)",
-            "[%s%s%s]",
-            "x=%s%sx=%s",
-            r"x \in \{%s%s%s\}",
-            r"\text{%s%s%s}",
-            "|%s%s%s|",
-        ],
-        *[r"\begin{pmatrix} %s%s%s \end{pmatrix}", r"\frac{%s%s%s}{1}", r"\sqrt{%s%s%s}", r"\max(%s%s%s)", "f(%s)%s%s"],
+        *["%s%s%s", r"\{%s%s%s\}", "(%s%s%s)", "[%s%s%s]", "x=%s%sx=%s", r"x \in \{%s%s%s\}", r"\text{%s%s%s}"],
+        *[r"\begin{pmatrix} %s%s%s \end{pmatrix}", r"\frac{%s%s%s}{1}", r"\sqrt{%s%s%s}", "f(%s)%s%s", "|%s%s%s|"],
     ]
 )
 
@@ -364,30 +258,15 @@ def test_a_gold_that_does_not_parse_is_unscorable_whatever_the_text(gold, text):
 @pytest.mark.parametrize(
     ("gold", "text", "want"),
     [
-        *[
-            ("42", "it is 42", 1.0),
-            ("42", "42 and then 43", 0.0),
-            ("42", r"\boxed{41} or 42", 0.0),
-            ("42", "1,042.", 0.0),
-        ],
-        *[("42", "-42", 0.0), ("42", "", 0.0), ("-42", "x = -42", 1.0), ("3", "5-3", 1.0), ("3/4", "it is 3/4", 1.0)],
+        *[("42", "42 and then 43", 0.0), ("42", r"\boxed{41} or 42", 0.0), ("42", "1,042.", 0.0), ("42", "", 0.0)],
+        *[("42", "-42", 0.0), ("-42", "x = -42", 1.0), ("3", "5-3", 1.0), ("3/4", "it is 3/4", 1.0)],
         *[("1/2", r"so it is $\frac{1}{2}$", 1.0), ("2", r"so it is $\frac{1}{2}$", 0.0), ("2", r"\(3x + 2\)", 0.0)],
-        *[
-            ("5", r"hence \[2 + 3 = 5\]", 1.0),
-            ("42", "I paid $40, you paid $42", 1.0),
-            ("42", r"\pi is no number", 0.0),
-        ],
+        *[("5", r"hence \[2 + 3 = 5\]", 1.0), ("42", "I paid $40, you paid $42", 1.0)],
     ],
 )
 def test_lenient_falls_back_on_the_last_number_or_its_formula(gold, text, want):
     assert verdict(gold, text, lenient) == want
     assert verdict(gold, text) == 0.0
-
-
-def test_the_formula_around_the_last_number_is_taken_whole():
-    assert last_value(r"first $1$, then \(x = \frac{3}{4}\) as claimed") == r"x = \frac{3}{4}"
-    assert last_value("from $40 to 7") == "7"
-    assert last_value("no number") is None
 
 
 # A value in many spellings ------------------------------------------------------------------------------------------
@@ -401,14 +280,8 @@ def written(value):
     grouped = f"{value:,}"
     return st.sampled_from(
         [
-            *[
-                f"{value}",
-                grouped,
-                grouped.replace(",", "{,}"),
-                grouped.replace(",", r"\,"),
-                f"{sign}00{size}",
-                f"{value}.0",
-            ],
+            *[f"{value}", grouped, grouped.replace(",", "{,}"), grouped.replace(",", r"\,"), f"{sign}00{size}"],
+            f"{value}.0",
             *[rf"\frac{{{3 * value}}}{{3}}", rf"\left({value}\right)", f"{{{value}}}", *([f"+{value}"] * (value >= 0))],
         ]
     )
@@ -435,27 +308,8 @@ def fraction_written(value):
 
 wraps = st.sampled_from(
     [
-        *[
-            "%s",
-            "$%s$",
-            r"\(%s\)",
-            "x = %s",
-            r"y=%s",
-            r"\$%s",
-            r"%s\text{ cm}",
-            r"%s \text{ square units}",
-            "%s.",
-            " %s\n",
-        ],
-        *[
-            r"%s^\circ",
-            r"\mathbf{%s}",
-            "**%s**",
-            r"%s\,\mathrm{km/h}",
-            r"f(2) = %s",
-            r"\displaystyle %s",
-            r"\approx %s",
-        ],
+        *["%s", "$%s$", r"\(%s\)", "x = %s", r"\$%s", r"%s\text{ cm}", r"%s \text{ square units}", "%s.", " %s\n"],
+        *[r"%s^\circ", r"\mathbf{%s}", "**%s**", r"%s\,\mathrm{km/h}", r"f(2) = %s", r"\approx %s"],
     ]
 )
 marks = st.sampled_from(
@@ -481,18 +335,10 @@ def test_fractions_are_right_iff_equal_however_they_are_written(data, top, botto
 
 shapes = st.sampled_from(
     [
-        *[
-            ("(%s, %s)", r"\left( %s ,%s \right)"),
-            ("[%s, %s)", r"[%s,%s)"),
-            (r"\{%s, %s\}", r"\{%s,%s\}"),
-            ("%s, %s", "%s,\\ %s"),
-        ],
-        *[(r"\begin{pmatrix} %s & %s \end{pmatrix}", r"\begin{bmatrix}%s&%s\end{bmatrix}"), ("%s + %si", "%s+%s i")],
-        *[
-            (r"%s\sqrt{7} + %s\pi", r"%s \sqrt{7}+%s \pi"),
-            ("%sx + %sy", "%s x+%s y"),
-            (r"(-\infty, %s] \cup [%s, \infty)",) * 2,
-        ],
+        *[("(%s, %s)", r"\left( %s ,%s \right)"), ("[%s, %s)", r"[%s,%s)"), (r"\{%s, %s\}", r"\{%s,%s\}")],
+        *[("%s, %s", "%s,\\ %s"), (r"\begin{pmatrix} %s & %s \end{pmatrix}", r"\begin{bmatrix}%s&%s\end{bmatrix}")],
+        *[("%s + %si", "%s+%s i"), (r"%s\sqrt{7} + %s\pi", r"%s \sqrt{7}+%s \pi"), ("%sx + %sy", "%s x+%s y")],
+        (r"(-\infty, %s] \cup [%s, \infty)",) * 2,
     ]
 )
 
@@ -518,12 +364,6 @@ def test_lists_have_no_order_and_points_have(values, random, data):
         assert boxed(f"({gold})", f"({said})") == float(values == shuffled)
 
 
-@given(st.integers(1, 10**6), st.integers(1, 9), st.integers(1, 9))
-def test_tiny_decimals_are_equal_only_if_they_are(size, digit, other):
-    gold, said = f"0.{'0' * (size % 12)}{digit}", f"0.{'0' * (size % 12)}{other}"
-    assert boxed(gold, said) == float(digit == other)
-
-
 @given(st.data(), wholes, st.sampled_from([-1, 0, 1]), st.booleans())
 def test_literals_are_read_as_the_parser_reads_them(data, value, gap, decimal):
     text = data.draw(written(value)) if not decimal else f"{value / 1000!r}"
@@ -540,33 +380,8 @@ prose = st.text(st.characters(blacklist_characters="\\{}#", blacklist_categories
 pieces = st.sampled_from(
     [
         *[*r"0123456789xyzei+-*/^=<>|!%_,;:.()[]{} &~'", "\n", r"\frac{", "}{", r"\sqrt", r"\pi ", r"\boxed{", "####"],
-        *[
-            r"\left(",
-            r"\right)",
-            r"\text{",
-            r"\cup ",
-            r"\infty ",
-            r"\%",
-            r"\$",
-            "$",
-            r"\\",
-            r"\begin{pmatrix}",
-            "³",
-            "√",
-        ],
-        *[
-            r"\end{pmatrix}",
-            r"\circ",
-            r"\pm ",
-            r"\le ",
-            r"\ne ",
-            r"\sin ",
-            r"\log_2",
-            "the answer is ",
-            "٤",
-            " or ",
-            "½",
-        ],
+        *[r"\left(", r"\right)", r"\text{", r"\cup ", r"\infty ", r"\%", r"\$", "$", r"\\", r"\begin{pmatrix}", "³"],
+        *["√", r"\end{pmatrix}", r"\circ", r"\pm ", r"\le ", r"\ne ", r"\sin ", r"\log_2", "the answer is ", "٤", "½"],
     ]
 )
 soup = st.lists(pieces, max_size=25).map("".join)
@@ -602,13 +417,6 @@ def test_white_space_around_the_answer_changes_nothing(case, before, after):
     assert boxed(before + gold + after, answer) == 1.0
 
 
-@given(st.one_of(soup, prose))
-def test_a_marked_answer_put_in_a_box_is_marked_as_it_is(text):
-    answer = marked_answer(rf"\boxed{{{text}}}")
-    assume(answer is not None)
-    assert marked_answer(rf"\boxed{{{answer}}}") == answer
-
-
 @given(st.one_of(soup, prose, st.sampled_from([text for _, text in RIGHT])))
 def test_an_answer_in_plain_spelling_stays_as_it_is(text):
     once = plain_answer(text)
@@ -638,27 +446,13 @@ def test_an_answer_over_the_length_cap_is_wrong_even_if_equal():
 
 UNITS = {
     "open boxes": r"\boxed{",
-    "empty boxes": r"\boxed{}",
     "boxes and spaces": "\\boxed" + " " * 20,
-    "open braces": "{",
     "digits": "9",
     "groups of digits": "1,111",
-    "decimal points": "1.",
-    "slashes": "1/",
-    "signs": "+-",
-    "hashes": "#### ",
     "hashes and spaces": "####" + " " * 50,
-    "said again and again": "the answer is ",
-    "nearly said": "the final ",
-    "spaces": "the" + " " * 50,
     "answers": "answer  *",
-    "stars": "*",
-    "dollars": "$",
     "dollars and digits": "$1",
     "open formulas": r"\(1",
-    "open displays": r"\[1",
-    "backslashes": "\\",
-    "full stops": ". ",
     "letters": "x",
 }
 
@@ -669,12 +463,11 @@ def seconds(fn, text):
     return time.process_time() - start
 
 
-@pytest.mark.slow_after(12)
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS.keys())
-@pytest.mark.parametrize("before", ["", "The answer is "])
-def test_a_megabyte_is_searched_in_linear_time(before, unit):
+def test_a_megabyte_is_searched_in_linear_time(unit):
     for fn in (marked_answer, last_value):
-        quarter, whole = (before + unit * (size // len(unit)) for size in (2**18, 2**20))
+        quarter, whole = ("The answer is " + unit * (size // len(unit)) for size in (2**18, 2**20))
         assert min(seconds(fn, whole) for _ in range(3)) < 0.2 + 10 * seconds(fn, quarter)
 
 
@@ -687,7 +480,7 @@ def test_the_longest_answer_is_put_in_plain_spelling_at_once(unit):
         assert min(seconds(plain_answer, answer) for _ in range(3)) < 0.1
 
 
-@pytest.mark.slow_after(6)
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS.keys())
 def test_a_megabyte_of_text_is_wrong(unit):
     text = unit * (2**20 // len(unit))
@@ -735,12 +528,6 @@ def test_math_golds_equal_themselves_in_another_hand(name):
 def test_every_aime_and_amc_gold_equals_itself(name):
     assert len(answers(name)) == SMALL[name]
     assert failures(name, every=1) == []
-
-
-def test_the_golds_with_an_empty_box_are_unscorable():
-    golds = answers("math/train.jsonl")
-    assert [place for place, gold in enumerate(golds) if not gold] == UNSCORABLE["math/train.jsonl"]
-    assert boxed("", "42") is None
 
 
 def neighbours(gold):
@@ -793,10 +580,3 @@ def test_every_gold_equals_itself_in_five_seconds_and_its_neighbour_only_where_t
     assert slowest < 5.0
     pairs = [pair for file in golds for pair in zip(file, [*file[1:], file[0]], strict=True) if pair[0] != pair[1]]
     assert [pair for pair in pairs if boxed(*pair, lenient) != 0.0] == SAME_NEIGHBOURS
-
-
-def test_gsm8k_golds_equal_decimals_of_the_same_value_only():
-    for solution in gsm8k("test.jsonl")[::20]:
-        gold = solution.rpartition("####")[2].strip()
-        assert boxed(gold, f"{gold}.0") == 1.0
-        assert boxed(gold, f"{gold}.5") == 0.0

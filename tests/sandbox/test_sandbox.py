@@ -26,6 +26,7 @@ from grpo_fn.sandbox import isolation as sandbox_isolation
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 
 ISOLATIONS = {f.__name__: f for f in (sandbox.bubblewrap, sandbox.namespaces, sandbox.rlimits_only)}
+ALWAYS = ["plain", "mounts", "makes a namespace", "allocates uncounted memory", "kills", "leaves a daemon", "sends"]
 KNOBS = {"wall_seconds": 20.0, "cpu_seconds": 10, "memory_mb": 256, "processes": 8, "file_mb": 8, "output_kb": 64}
 
 
@@ -85,8 +86,15 @@ def no_pass(ran):
 
 
 @pytest.mark.parametrize("source", WRONG.values(), ids=WRONG.keys())
-def test_what_is_wrong_never_passes(isolation, source):
-    ran = run(isolation, source, wall_seconds=1.5)
+def test_what_is_wrong_never_passes(source):
+    ran = run(most(), source, wall_seconds=1.0)
+    assert no_pass(ran), ran
+    assert ran.reason
+
+
+@pytest.mark.parametrize("title", ALWAYS[1:])
+def test_what_an_isolation_has_to_prevent_never_passes_in_any(isolation, title):
+    ran = run(isolation, WRONG[title], wall_seconds=1.0)
     assert no_pass(ran), ran
     assert ran.reason
 
@@ -303,19 +311,11 @@ def f(x):
 
 
 def test_neither_tests_nor_what_they_expect_are_in_the_programs_memory(isolation):
+    shown = run(isolation, LOOKS, tests=('assert f("421398765!") and False',))  # what looks for them would find them
+    assert "421398765!" in shown.printed
     ran = run(isolation, LOOKS, tests=('assert f(1) == 1, "421398765!"', 'assert f(1) == "421398765!"'))
     assert ran.verdicts == (True, False)
     assert ran.printed.split() == ["found", "[]"] * 2
-
-
-def test_what_looks_for_them_would_find_them(isolation):
-    ran = run(isolation, LOOKS, tests=('assert f("421398765!") and False',))
-    assert "421398765!" in ran.printed
-
-
-def test_the_order_of_a_set_is_the_same_in_every_run(isolation):
-    source = "print(list({'a', 'bc', 'def', 'ghij'}))\ndef f(x): return 1"
-    assert len({printed(isolation, source) for _ in range(4)}) == 1
 
 
 def test_tests_may_use_the_programs_classes_and_functions_of_their_own(isolation):
@@ -505,7 +505,6 @@ def test_without_bubblewrap_it_is_namespaces_and_without_both_it_is_refused(monk
         run(sandbox.strongest_isolation, RIGHT["plain"])
 
 
-ALWAYS = ["plain", "mounts", "makes a namespace", "allocates uncounted memory", "kills", "leaves a daemon", "sends"]
 ORDINARY = """
 import sys
 sys.path[:0] = [{project!r}, {here!r}]

@@ -51,19 +51,6 @@ def test_ranks_and_restarts_neither_skip_nor_repeat_a_row(seed, size, ranks, cut
     assert tuple(sorted(shared)) == straight
 
 
-@given(seeds, st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(0, 40))
-def test_the_shares_of_any_number_of_ranks_partition_the_steps(seed, size, ranks, each, steps, first):
-    """Contiguous or strided within a step, and whatever number of ranks the run goes on with after a restart."""
-    task, prompts = from_rows(rows(size), []), ranks * each
-    for step in range(first, first + steps):
-        start = step * prompts
-        whole = train_problems(task, key(seed), start, prompts)
-        contiguous = [train_problems(task, key(seed), start + rank * each, each) for rank in range(ranks)]
-        strided = [[task.train(key(seed), start + rank + ranks * i) for i in range(each)] for rank in range(ranks)]
-        assert tuple(itertools.chain(*contiguous)) == whole
-        assert tuple(sorted(itertools.chain(*strided))) == whole
-
-
 def test_epochs_and_keys_have_orders_of_their_own():
     task = from_rows(rows(50), [])
 
@@ -112,13 +99,6 @@ def test_a_task_of_nothing_but_held_out_rows_is_refused_and_none_in_common_says_
     with pytest.raises(ValueError, match="got 2, all of them held-out problems"):
         from_rows(rows(2), rows(3))
     assert from_rows(rows(2), [Problem(0, "else", "", {})]).notes == ()
-
-
-def test_a_long_list_of_rows_is_shortened():
-    (note,) = from_rows(rows(40), rows(30)).notes
-    assert note.endswith(
-        "left out 30 training rows that are held-out problems: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 20 more"
-    )
 
 
 def test_a_row_number_that_a_row_brings_is_kept():
@@ -207,11 +187,6 @@ def test_contents_are_those_that_never_go_below_zero(max_value, operations):
     assert len(found) == len(set(found))
 
 
-def test_training_reaches_every_content_that_is_not_held_out():
-    task = make(2, 2, 5)
-    assert len({content(problem) for problem in train_problems(task, key(0), 0, 300)}) == task.size
-
-
 @given(seeds, st.integers(0, 10**9))
 def test_a_problem_is_a_function_of_key_and_index(seed, index):
     first = make(4, 2, 2)
@@ -236,16 +211,6 @@ def test_prompts_are_short_english_that_says_what_the_answer_is(seed, max_value,
         assert not re.search(r"[{}]|\b1 (?:apple|book|coin|pen|card|egg|cup|nut)s\b", problem.prompt)
 
 
-def test_every_sentence_name_and_thing_is_used():
-    task = make(5, 2, 10)
-    text = " ".join(problem.prompt for problem in train_problems(task, key(0), 0, 300))
-    for word in (*(name for name, _ in arithmetic.NAMES), *arithmetic.THINGS):
-        assert word in text
-    sentences = (*arithmetic.STARTS, *arithmetic.GAINS, *arithmetic.LOSSES, *arithmetic.QUESTIONS)
-    for sentence in sentences:
-        assert re.search(re.sub(r"\\\{\w+\\\}", r"[\\w ]+", re.escape(sentence)), text), sentence
-
-
 @given(seeds, st.sampled_from((0.0, 0.4, 1.0)))
 def test_demonstrations_are_right_well_formed_and_from_the_training_side(seed, share):
     task = arithmetic.demonstration_task(max_value=4, operations=3, test_size=20, worked_share=share)
@@ -261,12 +226,6 @@ def test_demonstrations_are_right_well_formed_and_from_the_training_side(seed, s
         for step in steps:
             left, right = step.split("=")
             assert eval(left) == eval(right)  # the working is sound
-
-
-def test_the_share_of_worked_demonstrations_is_the_one_asked_for():
-    task = arithmetic.demonstration_task(max_value=4, operations=2, test_size=5, worked_share=0.4)
-    shown = sum("=" in problem.meta[COMPLETION] for problem in train_problems(task, key(3), 0, 2000)) / 2000
-    assert abs(shown - 0.4) < 0.04
 
 
 @pytest.mark.parametrize(
@@ -300,25 +259,12 @@ def test_rows_become_prompts_by_the_template_and_golds_without_commas(tmp_path):
     assert [problem.answer for problem in asked] == ["1000", "1001", "1002"]
 
 
-def test_a_line_separator_inside_a_question_does_not_cut_the_line(tmp_path):
-    odd = '{"question": "a\u2028b\u0085c", "answer": "#### 1"}'
-    task = benchmarks.gsm8k(data=folder(tmp_path, train=[odd]), template="{question}")
-    assert task.train(key(0), 0).prompt == "a\u2028b\u0085c"
-
-
 @pytest.mark.parametrize(
     ("train", "want"),
     [
         ([], r"train\.jsonl: got an empty file"),
-        (["", " "], r"train\.jsonl: got an empty file"),
         ([*GOOD, "{oops"], r"train\.jsonl:4: got '\{oops', expected a JSON object"),
-        (["[" * 100_000], r"train\.jsonl:1: got .*expected a JSON object"),
-        ([GOOD[0], "", "[1]"], r"train\.jsonl:3: got a JSON list, expected an object with question, answer"),
         ([{"question": "?"}], r"train\.jsonl:1: got the fields question, expected text in 'answer'"),
-        (
-            [{"question": 3, "answer": "#### 1"}],
-            r"train\.jsonl:1: got the fields question, answer, expected text in 'qu",
-        ),
         (
             [*GOOD, {"question": "?", "answer": "42"}],
             r"train\.jsonl:4: got answer '42', expected it to end in '#### n'",
@@ -340,11 +286,6 @@ def test_a_missing_folder_or_file_is_refused_with_what_is_there(tmp_path):
     (tmp_path / "train.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="expected UTF-8 text"):
         benchmarks.gsm8k(data=str(tmp_path), template="{question}")
-
-
-def test_a_template_without_the_question_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"expected one that holds \{question\}"):
-        benchmarks.gsm8k(data=folder(tmp_path), template="question")
 
 
 def test_the_published_files_have_7473_and_1319_rows():
@@ -372,11 +313,6 @@ def test_eight_problems_of_gsm8k_and_math_are_of_both_and_of_every_level():
     assert note.startswith("evaluating 8 of 1819 held-out problems: 3 of 1319 task gsm8k, 1 of 100 task math level 1, ")
 
 
-def test_a_thousand_problems_keep_the_shares_of_all():
-    kept = sample_tests(made_of(GSM8K_MATH), 1000).test
-    assert abs(sum(problem.meta["task"] == "gsm8k" for problem in kept) - 1000 * 1319 / 1819) < 3
-
-
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 3)), min_size=1, max_size=30), st.data())
 def test_a_limit_takes_every_kind_and_more_of_it_takes_more(drawn, data):
     task = made_of([{"source": source, "level": level} for source, level in drawn])
@@ -387,9 +323,3 @@ def test_a_limit_takes_every_kind_and_more_of_it_takes_more(drawn, data):
     assert {problem.uid for problem in kept} <= {problem.uid for problem in sample_tests(task, count + 1).test}
     kinds = [{(problem.meta["source"], problem.meta["level"]) for problem in some} for some in (task.test, kept)]
     assert kinds[0] == kinds[1] if count >= len(kinds[0]) else len(kinds[1]) == count
-
-
-@given(st.integers(1, 20), st.integers(1, 25))
-def test_problems_of_one_kind_are_taken_from_the_front(size, count):
-    task = held_out_only([Problem(0, f"q{i}", "", {"source": "a"}) for i in range(size)])
-    assert sample_tests(task, count) == task._replace(test=task.test[:count])

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.tasks import arithmetic, mixture
-from grpo_fn.tasks.overlong import drop
 from grpo_fn.tasks.task import filter_rows, from_rows, held_out_only, train_problems
 
 seeds = st.integers(0, 2**31 - 1)
@@ -96,11 +95,6 @@ def test_rows_that_are_left_out_are_asked_no_more(name):
     assert len(task.arms) == (3 if name == "levels" else 6)
 
 
-def test_prompts_that_are_too_long_leave_the_arms():
-    task, left_out = drop(TASKS["rows"](), lambda row: 9 if row.prompt.startswith("5") else 1, 4)
-    assert (left_out, len(task.arms)) == (4, 5)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -115,8 +109,3 @@ def test_prompts_that_are_too_long_leave_the_arms():
 def test_what_is_refused_says_got_and_expected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_rows_of_which_none_stays_are_refused():
-    with pytest.raises(ValueError, match="got 9, of which none may stay"):
-        filter_rows(TASKS["rows"](), lambda row: False)

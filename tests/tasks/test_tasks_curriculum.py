@@ -1,13 +1,10 @@
 """The curriculum of experiments/curriculum: levels by the index alone, every level walked without a gap."""
 
-import itertools
 import math
 import sys
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,17 +59,6 @@ def test_each_level_is_walked_epoch_by_epoch_through_all_stages(seed, stages):
             assert sorted(prompts[start : start + size]) == [f"{level}.{i}" for i in range(size)]
 
 
-@given(seeds, st.lists(stage, min_size=1, max_size=3), st.lists(st.integers(0, 24), max_size=3))
-def test_a_restart_anywhere_goes_on_with_the_same_problems(seed, stages, cuts):
-    straight = train_problems(made(stages, 1)[0], key(seed), 0, 24)
-    parts = [
-        train_problems(made(stages, 1)[0], key(seed), lo, hi - lo)
-        for lo, hi in reversed(list(itertools.pairwise(sorted({0, 24, *cuts}))))
-    ]
-    assert tuple(sorted(itertools.chain(*parts))) == straight
-    assert [problem.uid for problem in straight] == list(range(24))
-
-
 def test_the_task_counts_the_rows_of_its_levels_and_keeps_the_held_out_set():
     task, _ = made([{1: 1, 2: 1, 3: 0}], 1)
     assert (task.size, len(task.rows), task.test) == (5, 5, base().test)
@@ -80,30 +66,3 @@ def test_the_task_counts_the_rows_of_its_levels_and_keeps_the_held_out_set():
     left, count = filter_rows(task, lambda row: row.prompt != "2.1")
     assert (left.size, count, left.notes) == (4, 1, task.notes)
     assert {p.prompt for p in train_problems(left, key(0), 0, 20)} == {"1.0", "1.1", "1.2", "2.0"}
-
-
-@pytest.mark.parametrize(
-    ("stages", "stage_draws", "want"),
-    [
-        ([], 4, r"stages: got \[\]"),
-        ([{1: 0}], 4, "each with a draw of some level"),
-        ([{1: 2, 2: -1}], 4, "none below 0"),
-        ([{1: 3}, {1: 2}], 4, r"stage_draws: got 4, expected a multiple of each stage's draws: \[3, 2\]"),
-        ([{1: 1}], 0, "stage_draws: got 0"),
-        ([{4: 1}], 1, "level 4: training rows: got 10, of which none may stay"),
-    ],
-)
-def test_stages_that_make_no_sense_are_refused(stages, stage_draws, want):
-    with pytest.raises(ValueError, match=want):
-        idea.task(base=base, stages=stages, stage_draws=stage_draws)
-    with pytest.raises(ValueError, match="got -1"):
-        made([{1: 1}], 1)[0].train(key(0), -1)
-
-
-def test_two_levels_of_one_size_are_shuffled_apart():
-    twins = [Problem(0, f"{level}.{i}", "", {"level": level}) for level in (1, 2) for i in range(20)]
-    task = idea.task(base=partial(from_rows, twins, []), stages=[{1: 1, 2: 1}], stage_draws=2)
-    asked = train_problems(task, key(0), 0, 40)
-    orders = [[p.prompt[2:] for p in asked if p.meta["level"] == level] for level in (1, 2)]
-    assert sorted(orders[0]) == sorted(orders[1])
-    assert orders[0] != orders[1]

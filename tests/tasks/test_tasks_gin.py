@@ -61,7 +61,8 @@ def test_demonstrations_are_laid_beside_a_run(tmp_path):
     assert (task.size, task.rows[0].prompt, task.rows[0].answer) == (1, "1+1?", "2")
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize("name", sorted(TASKS))
 def test_a_task_file_makes_its_task(name):
     macros, size, held_out = TASKS[name]
     task = made(name, {macro: published(path) for macro, path in macros.items()})()

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from published import published
 
 from grpo_fn.core import prng
-from grpo_fn.rewards.format import last_box
 from grpo_fn.tasks import benchmarks
-from grpo_fn.tasks.task import TEST_UID, train_problems
+from grpo_fn.tasks.task import TEST_UID
 
 SUBJECTS = ["Algebra", "Geometry"]
 KNOBS = {
@@ -89,27 +88,12 @@ def test_training_rows_without_an_answer_are_left_out_and_noted_and_held_out_one
         benchmarks.math(**folder(tmp_path, math500=[TEST[0], {**TEST[1], "answer": ""}]))
 
 
-def test_held_out_problems_are_not_trained_on(tmp_path):
-    shared = [{**row, "problem": f" {row['problem']}\n"} for row in TEST]
-    knobs = folder(tmp_path, test=[*TRAIN[:2], *({**row, "solution": ""} for row in shared)])
-    task = benchmarks.math(**{**knobs, "train": ["train.jsonl", "test.jsonl"]})
-    assert task.size == 14
-    assert {row.prompt.strip() for row in task.rows}.isdisjoint({"t0", "t1", "t2"})
-    assert task.notes == ("left out 3 training rows that are held-out problems: 14, 15, 16",)
-
-
 @pytest.mark.parametrize(
     ("row", "want"),
     [
         ({"level": "Level 6"}, r"train\.jsonl:1: got level 'Level 6', expected 1 to 5"),
-        ({"level": 0}, r"got level 0,"),
         ({"level": True}, r"got level True,"),
-        ({"level": 2.0}, r"got level 2\.0,"),
-        ({"level": [1]}, r"got level \[1\],"),
-        ({"level": None}, r"got level None,"),
         ({"problem": 3}, r"train\.jsonl:1: got the fields problem, .*expected text in 'problem'"),
-        ({"answer": 3}, r"train\.jsonl:1: got the fields .*, expected text in 'answer'"),
-        ({"type": None}, r"train\.jsonl:1: .* expected text in 'type'"),
         ({"problem": "a\ud800"}, r"train\.jsonl:1: got 'problem' with '\\ud800', expected Unicode text"),
     ],
 )
@@ -122,9 +106,7 @@ def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, row, want):
     ("knob", "want"),
     [
         ({"levels": [6]}, r"levels: got \[6\], expected some of those in the training files: 1, 2, 3, 4, 5, None"),
-        ({"levels": []}, r"levels: got \[\]"),
         ({"subjects": ["algebra"]}, r"subjects: got \['algebra'\].*: Algebra, Geometry"),
-        ({"subjects": []}, r"subjects: got \[\]"),
         ({"template": "{question}"}, r"template: got '\{question\}', expected one that holds \{problem\}"),
         ({"train": []}, r"training rows: got none|levels: got"),
         ({"test": "nowhere.jsonl"}, r"without nowhere\.jsonl"),
@@ -156,19 +138,3 @@ def test_the_published_files_lose_two_empty_answers_and_one_problem_of_the_test_
     both = benchmarks.math(**{**PUBLISHED, "train": ["train.jsonl", "test.jsonl"]}, data=data)
     assert both.size == 7498 + 5000 - 500
     assert both.notes[0].startswith("left out 500 training rows that are held-out problems:")
-
-
-def test_the_published_levels_are_asked_once_an_epoch():
-    task = benchmarks.math(**{**PUBLISHED, "levels": [4, None]}, data=str(published("math")))
-    asked = train_problems(task, key(0), 0, task.size)
-    assert Counter(p.meta["level"] for p in asked) == {4: 1690, None: 2}
-    assert len({p.meta["row"] for p in asked}) == task.size
-    assert all(p.answer == p.answer.strip() != "" for p in (*asked, *task.test))
-
-
-def test_the_answers_of_the_published_files_are_the_last_boxes_of_their_solutions():
-    """Two rows say `\\boxed 2`, without braces: read from the solution alone, those two have no answer."""
-    for name, differ in (("train", {888, 1011}), ("test", set())):
-        lines = (published("math") / f"{name}.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-        boxes = [((last_box(row["solution"]) or "").strip(), row["answer"].strip()) for row in map(json.loads, lines)]
-        assert {i for i, (box, answer) in enumerate(boxes) if box != answer} == differ

@@ -1,7 +1,6 @@
 """MBPP: the published split, every assert in meta, and only as many in the prompt as are asked for."""
 
 import json
-from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -79,12 +78,9 @@ def test_the_setup_is_the_rows_code_or_its_imports(tmp_path):
     [
         ({"task_id": 0}, r"mbpp\.jsonl:2: got task_id 0, expected a whole number from 1 to 974"),
         ({"task_id": 975}, "got task_id 975"),
-        ({"task_id": "601"}, "got task_id '601'"),
-        ({"task_id": True}, "got task_id True"),
         ({"task_id": ...}, "got task_id None"),
         ({"test_list": []}, r"mbpp\.jsonl:2: got no test in test_list"),
         ({"test_list": ...}, r"mbpp\.jsonl:2: got the fields .*expected a list of texts in 'test_list'"),
-        ({"test_list": "assert True"}, "expected a list of texts in 'test_list'"),
         ({"test_list": ["assert True", 3]}, "expected a list of texts in 'test_list'"),
         ({"code": ...}, r"mbpp\.jsonl:2: .*expected text in 'code'"),
         ({"text": ...}, r"expected text in 'prompt'"),
@@ -104,23 +100,16 @@ def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, changes, want):
             r"splits: got train \['training'\].*expected some of prompts, test, validation, train",
         ),
         ({"train": ["train", "test"]}, "each once"),
-        ({"train": ["train", "train"]}, "each once"),
         ({"train": []}, "at least one to train on"),
         ({"shown_tests": 0}, "shown_tests: got 0 with a template that holds"),
         ({"shown_tests": -1}, "shown_tests: got -1"),
         ({"template": "{text}"}, r"expected one that holds \{tests\}"),
-        ({"template": "{tests}"}, r"expected one that holds \{text\}"),
         ({"file": "other.jsonl"}, r"without other\.jsonl"),
     ],
 )
 def test_knobs_that_make_no_sense_are_refused(data, knobs, want):
     with pytest.raises(ValueError, match=want):
         benchmarks.mbpp(**{**data, **knobs})
-
-
-def test_a_split_without_rows_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"mbpp\.jsonl: got no rows of test"):
-        benchmarks.mbpp(**folder(tmp_path, rows=[row(601)]))
 
 
 # The published files
@@ -136,13 +125,3 @@ def test_the_published_files_have_their_published_splits(file, sizes):
         assert (task.size, task.notes) == (size, ())
         assert all(set(row.meta) == {"row", "tests", "setup"} and "\r" not in row.answer for row in task.rows)
         assert all(test.startswith("assert ") for row in task.rows for test in row.meta["tests"])
-
-
-def test_three_published_training_texts_are_in_the_test_split_too_with_other_asserts():
-    data = str(published("mbpp"))
-    without = benchmarks.mbpp(**{**KNOBS, "template": "{text}", "shown_tests": 0}, data=data)
-    assert (without.size, len(without.test)) == (371, 500)
-    assert without.notes[0].startswith("left out 3 training rows that are held-out problems:")
-    task = benchmarks.mbpp(**KNOBS, data=data)
-    assert (task.size, task.notes) == (374, ())
-    assert Counter(bool(row.meta["setup"]) for row in (*task.rows, *task.test)) == {False: 872, True: 2}
