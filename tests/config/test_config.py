@@ -395,12 +395,6 @@ def test_everything_unbound_is_listed_at_once() -> None:
     ]
 
 
-def test_what_the_program_supplies_may_be_unbound_only_where_it_supplies_it() -> None:
-    load_text(RUN, "fm.root.objective=%OBJECTIVE", "OBJECTIVE=@fm.objective")
-    message = complaint(RUN, "fm.root.advantage=@fm.objective")
-    assert message.startswith("fixture_module.objective: got no value for batch, totals, expected each bound")
-
-
 def test_plain_annotations_are_checked_and_an_integer_is_a_float() -> None:
     knobs = {"count": "1", "ratio": "1", "name": "'x'", "flag": "False"}
 
@@ -421,29 +415,12 @@ def test_an_error_inside_an_imported_module_says_where(tmp_path: Path, monkeypat
     assert message.endswith("breaks_on_import.py:2)")
 
 
-def test_an_error_in_an_include_names_the_included_file() -> None:
-    message = complaint('include "$HERE/part.gin"\n', more={"part.gin": f"{HEADER}fm.root.stps = 1\n"})
-    assert re.match(r"\S*/part\.gin:3: fm\.root: got a binding for stps", message)
-
-
 def test_a_missing_gin_file_names_a_near_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "arithmetic.gin").write_text("")
     monkeypatch.setattr(parse, "GIN_FOLDER", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"got 'run/arithmetik.gin'.*did you mean run/arithmetic.gin\?"):
         load_config(["run/arithmetik.gin"], [])
-
-
-def test_files_are_found_in_the_gin_folder_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "algo").mkdir()
-    (tmp_path / "algo" / "part.gin").write_text(f"{HEADER}fm.anything.value = 4\n")
-    (tmp_path / "whole.gin").write_text('include "algo/part.gin"\n')
-    monkeypatch.setattr(parse, "GIN_FOLDER", tmp_path)
-    monkeypatch.setattr(gin.config, "_LOCATION_PREFIXES", ["", str(tmp_path)])
-    assert load_config(["whole.gin"], [], root="fixture_module.anything").kwargs() == {"value": 4}
-    assert caplog.records == []  # gin's own reader logs an error for every place without the file
 
 
 @pytest.mark.parametrize("param", ["STEPS", "=3", "1X=3", "fm.root.=3"])
@@ -476,12 +453,6 @@ def test_what_a_taker_does_not_take_may_be_unbound_and_what_it_takes_may_not() -
         taken(bare)
     assert "WHAT: got no value for this macro" in str(caught.value)
     assert "NEVER" not in str(caught.value)
-
-
-def test_the_dump_for_a_taker_is_that_of_the_root() -> None:
-    assert taken(RUN).text == load_text(RUN).text
-    assert taken(RUN, "fm.root.rate=3").fingerprint == taken(RUN).fingerprint
-    assert taken(RUN, "STEPS=11").fingerprint != taken(RUN).fingerprint != load_text(RUN).fingerprint
 
 
 # Relaunching.

@@ -32,6 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_it_holds_every_gin_file_template_and_module_and_no_other(wheel: Path) -> None:
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     gin = {f"grpo_fn/{path.relative_to(PROJECT)}" for path in (PROJECT / "gin").rglob("*.gin")}

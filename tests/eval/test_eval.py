@@ -1,41 +1,30 @@
 """`python -m grpo_fn.eval` measures what training measures, of any weights that a run leaves, and refuses the rest."""
 
 import json
-import pickle
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.running import TESTS, AtPhase, command, finish, metrics
+from e2e.running import TESTS, command, finish, metrics
 from published import published
 
 from experiments.tiny import models
-from grpo_fn.config import freeze, load_config
 from grpo_fn.config.resolve import Node
-from grpo_fn.core.problem import Problem
 from grpo_fn.eval import __main__ as evaluation
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.model import hf
-from grpo_fn.tasks.task import Task, generated_task
 from grpo_fn.trainer.model_source import locate
 
 PROJECT = TESTS.parent
 STEPS = [0, 2, 4, 6]
 ASKED = {"sections__Evaluation__samples": 3, "sections__Evaluation__ks": "(1, 3)"}
 JUDGES = {"sections__Evaluation__graders": "[@rewards.named, @rewards.digits]"}
-
-
-def nothing_held_out(*, max_value: int) -> Task:
-    """For a gin file to name."""
-    return generated_task(lambda key, index: Problem(0, "?", "", {}), (), max_value)
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +75,6 @@ def test_training_leaves_every_answer_it_was_measured_by(trained: Path) -> None:
         assert said["eval/pass@3"] == pytest.approx(sum(map(any, passed)) / 16)
         assert all(row.keys() >= {"uid", "prompt", "answer", "meta", "text", "marked", "length"} for row in rows)
     assert of_training(trained, 0) != of_training(trained, 6)
-
-
-@pytest.mark.slow
-def test_a_killed_run_leaves_the_same_answers(cache: Path, trained: Path, tmp_path: Path) -> None:
-    argv = command(cache, tmp_path / "run", **ASKED, **JUDGES)
-    assert finish(argv, tmp_path / "out", AtPhase("checkpoint", 2, signal.SIGKILL)) == -signal.SIGKILL
-    (tmp_path / "run" / "eval" / "step_99.jsonl").write_text("{}\n")  # of a future that will not be
-    assert finish(argv, tmp_path / "out") == 0
-    files = [{p.name: p.read_bytes() for p in (run / "eval").iterdir()} for run in (tmp_path / "run", trained)]
-    assert files[0] == files[1]
 
 
 # -- of what a run leaves
@@ -246,17 +225,6 @@ def test_knobs_that_cannot_be(trained: Path, tmp_path: Path, fault: str, capsys:
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_a_task_that_holds_nothing_out(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    over = (
-        "from __gin__ import dynamic_registration\nfrom eval import test_eval\nfrom grpo_fn.trainer import sections\n"
-    )
-    over += "sections.Data.task = @test_eval.nothing_held_out\ntest_eval.nothing_held_out.max_value = 5\n"
-    (tmp_path / "over.gin").write_text(over)
-    files = ["--gin_file", str(trained / "config.gin"), "--gin_file", str(tmp_path / "over.gin")]
-    refused(["--model", str(trained), *files], capsys, "got a task without held-out problems, expected")
-
-
-@pytest.mark.usefixtures("no_weights")
 def test_a_gin_file_without_the_bindings_names_them(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,18 +273,6 @@ def test_help_needs_no_torch_and_a_missing_model_is_said() -> None:
     assert "--model" in done.stderr
 
 
-def test_the_default_folder_is_named_after_the_model_and_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    now = datetime(2026, 1, 2, 3, 4, 5)
-    assert evaluation.default_out("Qwen/Qwen2.5-0.5B", now) == Path("evals/Qwen2.5-0.5B-20260102-030405")
-    assert evaluation.default_out("runs/x/", now) == Path("evals/x-20260102-030405")
-    assert evaluation.default_out("runs/x/checkpoints/step_4", now) == Path("evals/x-step_4-20260102-030405")
-    Path("evals/x-20260102-030405").mkdir(parents=True)  # of another that began in the same second
-    assert evaluation.default_out("runs/x/", now) == Path("evals/x-20260102-030405-2")
-
-
 def uncalled(value: object) -> object:
     match value:
         case Node():
@@ -326,22 +282,6 @@ def uncalled(value: object) -> object:
         case list() | tuple():
             return type(value)(uncalled(v) for v in value)
     return value
-
-
-EVALS = sorted((PROJECT / "gin" / "eval").glob("*.gin"))
-OVERLAYS = {"samples.gin": ["eval/gsm8k.gin"]}
-
-
-@pytest.mark.parametrize("path", EVALS, ids=[path.name for path in EVALS])
-def test_every_eval_file_is_whole_and_says_how_to_use_it(path: Path) -> None:
-    files = [*OVERLAYS.get(path.name, []), str(path)]
-    config = load_config(files, ["DATA=some/data"], taker="grpo_fn.eval.measure.measure")
-    pickle.dumps(freeze(uncalled(config.root.knobs), {}))
-    head = path.read_text().partition("from __gin__")[0]
-    assert re.match(r"# .{20}", head)
-    assert re.search(rf"python -m grpo_fn\.eval .*--gin_file eval/{path.name}", head)
-    assert "Expected result" in head
-    assert "arXiv:" in head
 
 
 # -- the published data

@@ -440,22 +440,6 @@ def test_published_programs_pass_their_tests_and_those_that_leave_early_do_not(t
     assert (code, row["verdict"], row["score"]) == (0, "wrong", 0.5)
 
 
-def test_a_program_that_is_cut_off_says_why_and_one_that_prints_much_is_right(tmp_path):
-    """100 kB are no fault; 2 MB, an endless loop and a wrong value are, and each says which."""
-    bodies = ["print('x' * 100_000)", "print('x' * 2_000_000)", "while True: pass", "x = 7"]
-    tests = ["assert f(2) == 2, 'not 2'"]
-    rows = [{"completion": f"def f(x):\n    {body}\n    return x", "tests": tests} for body in bodies]
-    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    code, out, said = score(tmp_path, data, "--reward_param", "run.wall_seconds=1.5", reward="code", workers=2)
-    assert code == 0, said
-    assert [(row["verdict"], row["reason"]) for row in out] == [
-        ("right", ""),
-        ("wrong", "over the output limit of 1024 kB, printed and answered together"),
-        ("wrong", "over the wall time of 1.5 s"),
-        ("wrong", "AssertionError: not 2"),
-    ]
-
-
 def test_a_reward_of_ones_own_has_knobs_and_sees_the_whole_row(folder: Path) -> None:
     data = rows_of("3 km", expected="3 ") + rows_of("3 m", expected="3 ")
     code, rows, _ = score(folder, data, "--reward_param", "unit='km'", reward="mine.later")

@@ -168,6 +168,7 @@ def test_figures_count_for_their_own_step_and_the_newest_for_the_run() -> None:
 scores = st.none() | st.sampled_from([0.0, 0.5, 1.0])
 
 
+@settings(max_examples=quarter())
 @given(
     found=st.dictionaries(st.integers(0, 50), st.tuples(scores, scores), min_size=1, max_size=6),
     spare=st.sets(st.integers(0, 50)),
