@@ -186,40 +186,6 @@ def test_golden_vespo(adv, k, decay, log_r):
     exactly(loss_gradient(f, logp, row).tolist(), [-phi * adv] * 2)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "adv", "kept"),
-    [
-        (0.5, 0.75, 1.0, False),
-        (0.5, 0.75, -1.0, True),
-        (0.75, 0.5, -1.0, False),
-        (0.75, 0.5, 1.0, True),
-        (0.001, 0.01, 1.0, True),  # ten times as likely, and still rare
-        (0.5, 0.55, 1.0, True),
-    ],
-)
-def test_dppo_kl_goes_by_the_divergence_of_two_coins(before, after, adv, kept):
-    logp, row = example([math.log(after / before)], adv, logp=math.log(after))
-    f = partial(losses.dppo_kl, delta=0.05, cap=5.0)
-    divergence = before * math.log(before / after) + (1 - before) * math.log((1 - before) / (1 - after))
-    assert kept == (divergence <= 0.05 or (after - before) * adv < 0)
-    exactly(loss_gradient(f, logp, row).item(), -adv * min(after / before, 5.0) * kept)
-    assert f(logp, row)[1]["clip_high"].item() + f(logp, row)[1]["clip_low"].item() == (not kept)
-
-
-def test_golden_future_weighted():
-    """Half-life 1: a log-ratio counts half at the token before. F of the last is its own, of the first all three."""
-    logp, row = example([0.1, 0.1, 0.2], 1.0)
-    plain = partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.28)
-    knobs = {"clip_low": 0.2, "clip_high": 0.28, "cap": None, "half_life": 1.0, "safety": 1.15}
-    f = partial(losses.future_weighted, **knobs, weight_low=0.5, weight_high=2.0)
-    weights = [math.exp(x) for x in (0.1 + 0.05 + 0.05, 0.1 + 0.1, 0.2)]
-    exactly(f(logp, row)[0].tolist(), [w * x for w, x in zip(weights, plain(logp, row)[0].tolist(), strict=True)])
-    narrow = partial(losses.future_weighted, **knobs, weight_low=1.0, weight_high=1.1)
-    exactly(narrow(logp, row)[0], 1.1 * plain(logp, row)[0])
-    bad = one_advantage(row, -1.0)  # the ratio of the last token alone, exp(0.2), is above `safety`
-    exactly((narrow(logp, bad)[0] / plain(logp, bad)[0]).tolist(), [1.1, 1.1, 1.0])
-
-
 def test_the_future_leaves_out_ratios_above_the_cap():
     logp, row = example([0.1, 2.0], 1.0)
     knobs = {"clip_low": 0.2, "clip_high": 0.28, "half_life": 1.0, "weight_low": 0.0, "weight_high": 9.0}

@@ -18,7 +18,7 @@ from torch.func import grad_and_value
 from grpo_fn.algo import objective, supervised
 from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.credit import ScoredStep
-from grpo_fn.core.batch import given_batch, observed_tokens, outcome_reward
+from grpo_fn.core.batch import observed_tokens, outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Rollout
 from grpo_fn.testing.steps import scored_step
@@ -292,16 +292,6 @@ def test_padding_and_prompts_are_no_observations(step: Step, extra: int):
 
 
 # -- the supervised stage
-
-
-def test_a_supervised_update_is_a_mean_over_its_given_tokens():
-    batch = given_batch(shown(3, 4, 0))
-    cut = partial(dealt, micro_tokens=5, devices=1)
-    policy = TokenPolicy(rich_step(1, 3, group_size=1, width=4), 0.0, cut)
-    (learned,) = supervised.learn_given(policy, batch, PLAIN, UNMOVED, epochs=1, minibatches=1, own_pass=False)
-    exactly(policy.signals[0], -batch.mask.double() / batch.mask.sum())
-    assert learned.ratio.numel() == 0
-    assert learned.micro_batches == len(cut(batch)) > 1
 
 
 def test_a_supervised_step_reads_the_next_demonstrations_and_samples_nothing():

@@ -11,14 +11,12 @@ from strategies import masks
 from torch import Tensor
 
 from grpo_fn.core.batch import (
-    check_reward_shapes,
     check_rollout,
     count,
     given_batch,
     lengths,
     make_batch,
     minibatches,
-    outcome_reward,
     tokens_of_group,
 )
 from grpo_fn.core.types import Batch, Rollout
@@ -177,8 +175,6 @@ def silent(b: int) -> Rollout:
             lambda: changed("logp_sampled", 3, 2, 0.5),
             "got logp_sampled 0.5 at row 3, token 2; expected a finite log-pr",
         ),
-        (lambda: changed("logp_sampled", 3, 2, float("nan")), "got logp_sampled nan at row 3, token 2; expected a fin"),
-        (lambda: changed("logp_sampled", 3, 2, float("-inf")), "got logp_sampled -inf at row 3, token 2; expected a f"),
         (
             lambda: changed("logp_sampled", 3, 2, -200.0),
             "got logp_sampled -200.0 at row 3, token 2; expected a finite log-probability <= 0 and >= -103.3, of a "
@@ -209,7 +205,6 @@ class Unchecked:
             {"logp_sampled": torch.zeros(5, 5)},
             r"got rollout.logp_sampled \(5, 5\), expected the shape of tokens, \(6, 5",
         ),
-        ({"text": ("",) * 5}, r"got 5 texts and truncated \(6,\), expected 6 of each"),
         ({"truncated": torch.zeros(7, dtype=torch.bool)}, r"got 6 texts and truncated \(7,\), expected 6 of each"),
     ],
 )
@@ -217,16 +212,3 @@ def test_fields_that_do_not_agree_are_named(bad, message):
     unchecked = check_rollout.__wrapped__ if hasattr(check_rollout, "__wrapped__") else check_rollout
     with pytest.raises(ValueError, match=message):
         unchecked(Unchecked(**bad))
-
-
-@pytest.mark.parametrize("name", ["value", "valid", "right"])
-def test_a_reward_of_another_layout_is_refused(name):
-    good = outcome_reward(torch.zeros(P, G), EVERYONE, {"right": torch.zeros(P, G)})
-    check_reward_shapes(good, P, G)
-    unchecked = check_reward_shapes.__wrapped__ if hasattr(check_reward_shapes, "__wrapped__") else check_reward_shapes
-    if name == "right":
-        bad = good._replace(parts={"right": torch.zeros(G, P)})
-    else:
-        bad = good._replace(**{name: getattr(good, name).T})
-    with pytest.raises(ValueError, match=rf"got reward {name} \(3, 2\), expected problems by samples, \(2, 3\)"):
-        unchecked(bad, P, G)
