@@ -51,7 +51,7 @@ def test_references_do_not_pass_the_tests_of_another_problem():
 
 @pytest.mark.slow
 def test_every_fourth_reference_passes_its_own_tests():
-    asked = problems("mbpp.jsonl")
+    asked = [*problems("mbpp.jsonl")]
     assert len(asked) == 974
     found = scores(code.all_tests_pass, asked[::4])
     assert [task for task, score in found.items() if score != 1.0] == []
