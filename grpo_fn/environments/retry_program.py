@@ -8,8 +8,10 @@ from grpo_fn.core.problem import Completion, Problem, Ran
 from grpo_fn.environments.tools import tail
 from grpo_fn.rewards.code import Runner, run_against_tests
 
+SHOWN = 500  # characters of what a program printed, the last ones
 
-def environment(*, run: Runner, max_tries: int, shown_tests: int, max_output: int) -> Environment:
+
+def environment(*, run: Runner, max_tries: int, shown_tests: int) -> Environment:
     """The environment of problems with tests, as `benchmarks.mbpp` makes them.
 
     Args:
@@ -17,7 +19,6 @@ def environment(*, run: Runner, max_tries: int, shown_tests: int, max_output: in
         max_tries: programs of an episode.
         shown_tests: tests whose text is shown where they fail, the first ones; of the others only their number. As many
             as the prompt shows, or else what was held back can be answered from a table.
-        max_output: characters of what the program printed that are shown, the last ones.
 
     Returns:
         The environment.
@@ -25,52 +26,26 @@ def environment(*, run: Runner, max_tries: int, shown_tests: int, max_output: in
     Raises:
         ValueError: for fewer than one try, and numbers below 0.
     """
-    if max_tries < 1 or shown_tests < 0 or max_output < 0:
-        got = f"max_tries {max_tries}, shown_tests {shown_tests} and max_output {max_output}"
-        raise ValueError(f"got {got}, expected at least 1, 0 and 0")
-    answer = partial(step, run=run, max_tries=max_tries, shown_tests=shown_tests, max_output=max_output)
+    if max_tries < 1 or shown_tests < 0:
+        raise ValueError(f"got max_tries {max_tries} and shown_tests {shown_tests}, expected at least 1 and 0")
+    answer = partial(step, run=run, max_tries=max_tries, shown_tests=shown_tests)
     # Not pure: a program may look at the clock, and the limits on its time are those of a busy machine.
     return Environment(start=start, step=answer, pure=False)
 
 
 def start(problem: Problem, key: int) -> Start:
-    """The task.
-
-    Args:
-        problem: the problem, with `tests` and perhaps `setup` in `meta`, and a reference program or "" as its answer.
-        key: not read.
-
-    Returns:
-        The state: the reference, the tests, and the tries taken; the messages.
-    """
+    """The task: a problem with `tests` and perhaps `setup` in `meta`, and a reference program or "" as its answer."""
     tests, setup = list(problem.meta.get("tests", ())), problem.meta.get("setup", "")
     state = {"answer": problem.answer, "tests": tests, "setup": setup, "tries": 0}
     return Start(state, (Message("user", problem.prompt),))
 
 
 def step(
-    state: Mapping[str, PlainData],
-    message: Message,
-    key: int,
-    *,
-    run: Runner,
-    max_tries: int,
-    shown_tests: int,
-    max_output: int,
+    state: Mapping[str, PlainData], message: Message, key: int, *, run: Runner, max_tries: int, shown_tests: int
 ) -> Step:
     """The tests' verdict on the program in the message: a reward of 1 and the end, or what failed and another try.
 
-    Args:
-        state: as `start` or the last step returned it.
-        message: of the policy.
-        key: not read.
-        run: runs a program against its tests.
-        max_tries: programs of an episode.
-        shown_tests: failing tests that are shown, among the first so many.
-        max_output: characters of what the program printed that are shown.
-
-    Returns:
-        The step; its reward is None, and the episode at its end, for tests that no program can pass.
+    The reward is None, and the episode at its end, for tests that no program can pass.
     """
     tries = state["tries"] + 1
     after = {**state, "tries": tries}
@@ -82,16 +57,16 @@ def step(
         return Step(after, (), 1.0, True)
     if tries >= max_tries:
         return Step(after, (), 0.0, True)
-    feedback = _describe_failure(ran, state["tests"], shown_tests, max_output)
+    feedback = _describe_failure(ran, state["tests"], shown_tests)
     return Step(after, (Message("user", feedback),), 0.0, False)
 
 
-def _describe_failure(ran: Ran, tests: list[str], shown_tests: int, max_output: int) -> str:
+def _describe_failure(ran: Ran, tests: list[str], shown_tests: int) -> str:
     """Which tests failed, why, and what the program printed."""
     failed = [test for test, verdict in zip(tests, ran.verdicts, strict=True) if verdict is False]
     shown = [test for test in tests[:shown_tests] if test in failed]
     lines = [f"The program fails {len(failed)} of {len(tests)} tests: {ran.reason}", *shown]
     if failed and not shown:
         lines.append("The tests that fail are not among those shown.")
-    printed = tail(ran.printed, max_output)
+    printed = tail(ran.printed, SHOWN)
     return "\n".join([*lines, *(["It printed:", printed] if printed else []), "Write the whole program again."])

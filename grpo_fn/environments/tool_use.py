@@ -40,16 +40,9 @@ def tools_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
 
 
 def tool_schema(name: str, tool: Tool) -> dict[str, Any]:
-    """The tool as chat templates take it: a JSON schema of its positional parameters, from their annotations.
+    """The tool as chat templates take it, called `name`: a JSON schema of its positional parameters' annotations.
 
     The description is the first paragraph of its docstring; an argument's is its line under `Args:`.
-
-    Args:
-        name: the name that it is called by.
-        tool: the function.
-
-    Returns:
-        `{"type": "function", "function": {"name", "description", "parameters"}}`.
     """
     doc = inspect.getdoc(function_and_knobs(tool)[0]) or ""
     described = _described_arguments(doc)
@@ -98,9 +91,8 @@ def _answer(tools: Mapping[str, Tool], call: ToolCall) -> str:
 
 def _check_arguments(name: str, tool: Tool, given: Mapping[str, PlainData]) -> None:
     arguments = _arguments(tool)
-    missing = [one for one, parameter in arguments.items() if parameter.default is parameter.empty and one not in given]
-    unknown = [one for one in given if one not in arguments]
-    if missing or unknown:
+    needed = {argument for argument, parameter in arguments.items() if parameter.default is parameter.empty}
+    if not needed <= given.keys() <= arguments.keys():
         got = ", ".join(map(str, given)) or "none"
         raise ValueError(f"arguments of {name}: got {got}, expected {', '.join(arguments) or 'none'}")
     for argument, value in given.items():
@@ -184,16 +176,7 @@ def environment(
 
 
 def start(problem: Problem, key: int, *, instructions: str) -> Start:
-    """The question, after the instructions.
-
-    Args:
-        problem: the question and its answer.
-        key: not read.
-        instructions: text of the system message; "" for none.
-
-    Returns:
-        The state, which holds the question, its answer and the turns taken; the messages.
-    """
+    """The question, after the instructions if there are any."""
     system = (Message("system", instructions),) if instructions else ()
     state = {"prompt": str(problem.prompt), "answer": problem.answer, "turns": 0}
     return Start(state, (*system, Message("user", problem.prompt)))
@@ -208,18 +191,9 @@ def step(
     grade: RewardFn,
     max_turns: int,
 ) -> Step:
-    """The tools' answers; the grade, and the end, where the message calls none.
+    """The tools' answers, worth 0; the grade, and the end, where the message calls none.
 
-    Args:
-        state: as `start` or the last step returned it.
-        message: of the policy.
-        key: not read.
-        answer: the observations that answer the calls of a message.
-        grade: what an answer is worth.
-        max_turns: turns after which the episode ends; the calls of the last one are not made, and it is worth 0.
-
-    Returns:
-        The step; its reward is 0 for a turn that calls tools.
+    The calls of turn `max_turns` are not made: it is the end, and worth 0.
     """
     turns = state["turns"] + 1
     after = {**state, "turns": turns}

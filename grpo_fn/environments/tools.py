@@ -14,6 +14,7 @@ from grpo_fn.rewards.code import Runner
 
 _TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]+)?|\.[0-9]+)|(\*\*|[-+*/()×÷]))")
 _PLACES = Context(prec=12)  # of a result that is no whole number
+_LONGEST = 200  # characters of an expression: exact fractions may have as many digits
 
 
 class _Operator(NamedTuple):
@@ -32,12 +33,11 @@ _SIGNS = {"+": _Operator(3, 1, lambda a: a), "-": _Operator(3, 1, lambda a: -a)}
 _SPELLINGS = {"×": "*", "÷": "/"}
 
 
-def calculator(expression: str, *, max_length: int) -> str:
+def calculator(expression: str) -> str:
     """Compute an arithmetic expression of numbers with + - * / and brackets.
 
     Args:
         expression: for example 12*(7+5)
-        max_length: longest expression that is computed, in characters.
 
     Returns:
         The value: a whole number in full, any other to 12 significant digits.
@@ -45,8 +45,8 @@ def calculator(expression: str, *, max_length: int) -> str:
     Raises:
         ValueError: for anything that is no expression, a division by zero and an expression that is too long.
     """
-    if len(expression) > max_length:
-        raise ValueError(f"got an expression of {len(expression)} characters, expected at most {max_length}")
+    if len(expression) > _LONGEST:
+        raise ValueError(f"got an expression of {len(expression)} characters, expected at most {_LONGEST}")
     value = _value(_read_tokens(expression))
     if value.denominator == 1:
         return str(value.numerator)
@@ -114,13 +114,15 @@ def _value(tokens: list[str]) -> Fraction:
 # -- Python as a tool: a program that the policy wrote, run in the sandbox, answered with what it printed.
 
 
-def python(code: str, *, run: Runner, max_output: int) -> str:
+_SHOWN = 1000  # characters of what a program printed, the last ones
+
+
+def python(code: str, *, run: Runner) -> str:
     """Run a Python program and read what it prints. Only the standard library is there; nothing is kept between runs.
 
     Args:
         code: the program
         run: runs a program: `sandbox.run_program` with its knobs.
-        max_output: characters of what it printed that are shown, the last ones.
 
     Returns:
         What it printed; why it failed, where it did.
@@ -132,21 +134,12 @@ def python(code: str, *, run: Runner, max_output: int) -> str:
         raise ValueError("got an empty program, expected one that prints its result")
     # One test that always holds: that it is proven says that the program ran to its end and is still there.
     ran = run(Program((code,), "", ("assert True",), ()))
-    printed = tail(ran.printed, max_output)
+    printed = tail(ran.printed, _SHOWN)
     if all(ran.verdicts) and ran.proven:
         return printed or "(the program printed nothing)"
     return f"error: {ran.reason}" + (f"\n{printed}" if printed else "")
 
 
-def tail(printed: str, max_output: int) -> str:
-    """The end of what a program printed, without white space at either end.
-
-    Args:
-        printed: all of it.
-        max_output: characters that are left of it, at most.
-
-    Returns:
-        The text.
-    """
-    text = printed.strip()
-    return text[max(0, len(text) - max_output) :]
+def tail(printed: str, length: int) -> str:
+    """The last so many characters of what a program printed, without white space at either end."""
+    return printed.strip()[-length:]

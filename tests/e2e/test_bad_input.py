@@ -131,9 +131,7 @@ from grpo_fn.trainer import sections
 
 sections.Sampling.sampler = @engines.cutting
 sections.Sampling.probe = @probe.Probe()
-probe.Probe:
-    max_gap = 0.05
-    max_gap_float32 = 1e-3
+probe.Probe.max_gap = 0.05
 """
 
 

@@ -207,7 +207,7 @@ def row_of_an_episode(chat, environment, problem, row):
 
 def check_layout(tokenizer, read_calls, environment, problem, row):
     """The ids and the learned places of a row are those of its episode; returns the reward and whether it ended."""
-    chat = chat_format.text(tokenizer, before="\n", after="\n", read_calls=read_calls)
+    chat = chat_format.text(tokenizer, read_calls=read_calls)
     ids, learned, *end = row_of_an_episode(chat, environment, problem, row)
     rollout = models.tokenized_rows([row], tokenizer, torch.device("cpu"))
     assert rollout.tokens[0].tolist() == ids
@@ -221,7 +221,7 @@ def test_a_call_of_the_calculator_is_the_row_of_an_episode(instructions):
     lessons = models.calculator_lessons(0, task=lambda: PRODUCTS, tool_share=1.0, instructions="")
     tokenizer = models.train_tokenizer([*lessons.texts], vocabulary=276)
     play = tool_use.environment(
-        tools=[partial(calculator, max_length=40)],
+        tools=[calculator],
         grade=math.correct,
         instructions=instructions,
         max_turns=3,
@@ -246,9 +246,7 @@ def test_a_share_of_the_products_calls_the_calculator_and_none_is_held_out():
 
 
 def test_what_is_no_call_of_the_calculator_is_answered():
-    play = tool_use.environment(
-        tools=[partial(calculator, max_length=40)], grade=math.correct, instructions="", max_turns=3, pure=True
-    )
+    play = tool_use.environment(tools=[calculator], grade=math.correct, instructions="", max_turns=3, pure=True)
     state = play.start(PRODUCTS.train(KEY, 0), 0).state
     for text in ("<calculator>2+</calculator>", "<calculator>2+2", "<adder>2+2</adder>"):
         content, calls, malformed = chat_format.tags(text, argument="expression")

@@ -23,12 +23,12 @@ class Digits(TextFormat):
 
 
 def ends_with_one(tokenizer: PreTrainedTokenizerBase) -> Digits:
-    return Digits(tokenizer, "\n", "\n", no_calls)
+    return Digits(tokenizer, no_calls)
 
 
 def calls_repeat(tokenizer: PreTrainedTokenizerBase) -> Digits:
     """Whatever is written is a call of the tool `repeat`."""
-    return Digits(tokenizer, "\n", "\n", lambda text: ("", (ToolCall("repeat", {"text": text, "times": 2}),), ""))
+    return Digits(tokenizer, lambda text: ("", (ToolCall("repeat", {"text": text, "times": 2}),), ""))
 
 
 class Late:
@@ -91,7 +91,7 @@ def environments(tokenizer: object, caller: Here | None = None, **knobs: object)
         "name": "talk",
         "pure": True,
         "caller": caller or Here(),
-        "chat": text(tokenizer, before="\n", after="\n", read_calls=no_calls),
+        "chat": text(tokenizer, read_calls=no_calls),
         "max_turns": 4,
         "max_turn_tokens": 6,
         "fails": as_observation,

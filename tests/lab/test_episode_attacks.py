@@ -30,7 +30,7 @@ PROGRAM = Problem(
 LIMITED = next(name for name, amiss in sandbox.available().items() if not amiss)
 KNOBS = {"wall_seconds": 20.0, "cpu_seconds": 2, "memory_mb": 256, "processes": 8, "file_mb": 8, "output_kb": 64}
 RUN = partial(sandbox.run_program, **KNOBS, isolation=getattr(sandbox.isolation, LIMITED))
-TOOLS = [partial(tools.calculator, max_length=40)]
+TOOLS = [tools.calculator]
 ASK = {"tools": TOOLS, "instructions": "", "max_turns": 3, "pure": True}
 
 
@@ -92,7 +92,7 @@ def leaking_tool():
 
 
 def all_shown(shown):
-    return retry_program.environment(run=RUN, max_tries=3, shown_tests=shown, max_output=300)
+    return retry_program.environment(run=RUN, max_tries=3, shown_tests=shown)
 
 
 # Of each attack, an environment that pays it in full, and a problem.

@@ -1,7 +1,5 @@
 """Calculator episodes for a model with random weights: whatever it writes calls the tool with the same expression."""
 
-from functools import partial
-
 from fakes import VOCABULARY, problem
 from transformers import PreTrainedTokenizerBase
 
@@ -13,15 +11,13 @@ from grpo_fn.rewards.episode import used_tool
 from grpo_fn.shell.episodes.chat_format import TextFormat
 
 EXPRESSION, RESULT = "12*(7+5)", "144"
-CALCULATOR = tool_use.environment(
-    tools=[partial(calculator, max_length=40)], grade=used_tool, instructions="", max_turns=3, pure=True
-)
+CALCULATOR = tool_use.environment(tools=[calculator], grade=used_tool, instructions="", max_turns=3, pure=True)
 
 
 def calls_the_calculator(tokenizer: PreTrainedTokenizerBase) -> TextFormat:
     """Every turn is a call."""
     call = ToolCall("calculator", {"expression": EXPRESSION})
-    return TextFormat(tokenizer, "\n", "\n", lambda text: ("", (call,), ""))
+    return TextFormat(tokenizer, lambda text: ("", (call,), ""))
 
 
 def ends() -> list[int]:

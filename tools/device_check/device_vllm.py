@@ -29,7 +29,7 @@ def colocated(setting: Setting) -> list[Figure]:
     bench = built(setting, folder(setting, shape), torch.bfloat16, lr=1e-4)
     sampler = engine_in(bench.context(), SMALL, tokens=SMALL.prompt + 2 * SMALL.new, cache=2**26)
     spread = DataParallelSampler(sampler, bench.world)
-    probe = Probe(max_gap=0.1, max_gap_float32=1e-3)
+    probe = Probe(max_gap=0.1)
     key = prng.key(KEY, device="cpu")
     try:
         spread.load(bench.policy)  # raises StaleEngine where the fingerprints differ

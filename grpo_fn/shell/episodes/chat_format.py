@@ -245,8 +245,6 @@ class TextFormat(TokenizerFormat):
     """Messages as plain text, for models that know no chat: each turn of the policy ends with the end of a text."""
 
     tokenizer: PreTrainedTokenizerBase
-    before: str  # in front of an observation
-    after: str  # behind it
     read_calls: ReadCalls
 
     def open(self, messages: Sequence[Message]) -> list[int]:
@@ -254,20 +252,18 @@ class TextFormat(TokenizerFormat):
         return self._ids("\n".join(message.content for message in messages))
 
     def extend(self, messages: Sequence[Message]) -> list[int]:
-        """Every content between the two marks."""
-        return self._ids("".join(f"{self.before}{message.content}{self.after}" for message in messages))
+        """Every content between two line breaks."""
+        return self._ids("".join(f"\n{message.content}\n" for message in messages))
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def text(tokenizer: PreTrainedTokenizerBase, *, before: str, after: str, read_calls: ReadCalls) -> TextFormat:
+def text(tokenizer: PreTrainedTokenizerBase, *, read_calls: ReadCalls) -> TextFormat:
     """A format for models that know no chat: contents as plain text.
 
     Args:
         tokenizer: of the policy.
-        before: text in front of an observation.
-        after: text behind an observation, where the policy writes again.
         read_calls: (text) -> content, calls and what is malformed: `chat_format.tags` and its kin.
 
     Returns:
@@ -278,7 +274,7 @@ def text(tokenizer: PreTrainedTokenizerBase, *, before: str, after: str, read_ca
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("chat_format.text: got a tokenizer without an EOS token, expected one: it ends a turn")
-    return TextFormat(tokenizer, before, after, read_calls)
+    return TextFormat(tokenizer, read_calls)
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,6 @@ def test_what_a_real_server_fails_at_is_a_failure(server):
     state = environment.start(PROBLEM, 5).state
     with pytest.raises(RuntimeError, match=r"it refused step: .*out of order.*EXECUTION_ERROR"):
         environment.step(state, says("13"), 0)
-    drifted = environment.step(state, says("7"), 0).state
-    with pytest.raises(RuntimeError, match="got another answer from the same 1 actions"):
-        counting(server).step(drifted, says("1"), 0)
 
 
 # -- servers that break the protocol
@@ -154,8 +151,6 @@ def answering(*answers):
         (None, r"got no answer to step in 0\.3 s"),
         (ConnectionError, "it hung up at step"),
         ("[]", r"got \[\] to step, expected an observation"),
-        ({"type": "state", "data": {}}, "expected an observation"),
-        ({"type": "observation", "data": {"observation": "text", "done": False}}, "expected an observation"),
         (
             {"type": "observation", "data": {"observation": {}, "reward": float("inf"), "done": False}},
             "expected an obs",
@@ -172,13 +167,6 @@ def test_an_answer_that_is_none_is_a_failure(answer, said):
             environment.step(start.state, says("1"), 0)
 
 
-def test_a_reward_that_is_left_out_is_zero():
-    with answering(OBSERVATION, OBSERVATION) as url:
-        environment = counting(url)
-        step = environment.step(environment.start(PROBLEM, 0).state, says("1"), 0)
-        assert (step.reward, step.done) == (0.0, False)
-
-
 def test_no_server_is_a_failure():
     with pytest.raises(RuntimeError, match="got no connection within 5 s"):
         counting("http://127.0.0.1:9", deadline=5.0).start(PROBLEM, 0)
@@ -188,9 +176,7 @@ def test_no_server_is_a_failure():
     ("knobs", "said"),
     [
         ({"url": "localhost:8000"}, "url: got 'localhost:8000', expected an address like http://host:8000"),
-        ({"url": "ftp://host"}, "url: got 'ftp://host', expected an address"),
         ({"deadline": 0.0}, r"deadline: got 0\.0, expected more than 0"),
-        ({"max_sessions": 0}, "max_sessions: got 0, expected at least 1"),
     ],
 )
 def test_bad_knobs_are_refused(knobs, said):

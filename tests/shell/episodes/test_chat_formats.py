@@ -38,7 +38,7 @@ def test_a_turn_is_read_without_its_end(turn: str) -> None:
     tokenizer = chat_tokenizer()
     for made in (
         tokenizer_template(tokenizer, observed=("tool",), read_calls=no_calls),
-        text(tokenizer, before="", after="", read_calls=no_calls),
+        text(tokenizer, read_calls=no_calls),
     ):
         assert made.parse([*tokenizer(turn)["input_ids"], made.end]) == Message("assistant", turn)
 
@@ -61,7 +61,7 @@ def test_a_tokenizer_without_template_or_end_is_refused() -> None:
         tokenizer_template(bare, observed=("user",), read_calls=hermes)
     bare.eos_token = None
     with pytest.raises(ValueError, match="without an EOS token"):
-        text(bare, before="", after="", read_calls=no_calls)
+        text(bare, read_calls=no_calls)
 
 
 def test_a_role_that_was_not_tried_is_refused() -> None:

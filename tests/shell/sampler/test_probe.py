@@ -22,7 +22,7 @@ from grpo_fn.shell.world import alone
 
 KEY = prng.key(3, device="cpu")
 POSITIONS = 64
-PROBE = Probe(max_gap=0.05, max_gap_float32=1e-3)
+PROBE = Probe(max_gap=0.05)
 
 
 def sampler(model: nn.Module, temperature: float = 0.7) -> LocalSampler:
@@ -102,7 +102,7 @@ def test_the_limit_follows_the_dtype():
     """A temperature a few hundredths off: far more than float32 rounds, and what 16 bits may be apart."""
     same = model()
     spread = DataParallelSampler(sampler(same, temperature=0.69), alone(CPU))
-    with pytest.raises(Mismatch, match=r"expected at most 0\.001 \(probe\.Probe\.max_gap_float32\)"):
+    with pytest.raises(Mismatch, match=r"expected at most 0\.001 \(probe\.FLOAT32_GAP\)"):
         asked(spread, local(same, temperature=0.7))
     figures = PROBE(spread, local(same, temperature=0.7), key=KEY, max_positions=POSITIONS, dtype=torch.bfloat16)
     assert 1e-3 < figures["engine/probe_gap_mean"] < 0.05
@@ -128,7 +128,7 @@ def test_tokens_that_are_never_drawn_are_noticed():
     assert asked(DataParallelSampler(whole, alone(CPU)), local(same))["engine/probe_draws_p_value"] > 1e-9
 
 
-@pytest.mark.parametrize("odd", [{"max_gap_float32": 0.0}, {"max_gap": 0.0}, {"max_gap": float("nan")}])
+@pytest.mark.parametrize("odd", [{"max_gap": 0.0}, {"max_gap": float("nan")}])
 def test_limits_that_nothing_passes_are_refused(odd):
     with pytest.raises(ValueError, match="probe: got max_gap"):
         replace(PROBE, **odd)

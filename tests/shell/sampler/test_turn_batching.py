@@ -283,7 +283,7 @@ def test_a_pure_environment_that_answers_otherwise_is_named() -> None:
 def test_a_call_with_other_arguments_is_not_the_one_on_the_tape() -> None:
     """A message without its calls is empty here: turns differ by their whole text."""
     reads = lambda text: ("", (ToolCall("repeat", {"text": text}),), "")  # noqa: E731
-    asked, knobs = ["aT 7", "7"], {"chat": TextFormat(tokenizer(), "\n", "\n", reads)}
+    asked, knobs = ["aT 7", "7"], {"chat": TextFormat(tokenizer(), reads)}
     once = sampler(**knobs).sample(problems(asked), 2, key=KEY)
     b = next(b for b, turns in enumerate(once.turns) if turns[0].answer)
     first, *rest = once.turns[b]
