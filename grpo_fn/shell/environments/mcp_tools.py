@@ -119,7 +119,6 @@ class ToolServer:
             raise
 
     def close(self) -> None:
-        """End the server, if one runs."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()

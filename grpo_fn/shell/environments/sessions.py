@@ -42,8 +42,7 @@ class Session(Protocol):
     def step(self, action: PlainData) -> Observed:
         """The answer to an action. Raises ActionRefused for one that is none."""
 
-    def close(self) -> None:
-        """The end."""
+    def close(self) -> None: ...
 
 
 ReadAction = Callable[[Message], PlainData]  # raises ValueError, which the policy reads, where there is none
@@ -94,11 +93,9 @@ class Sessions:
         return session
 
     def rest(self, session: Session, state: Mapping[str, Any]) -> None:
-        """Keep a session for the next action."""
         self._resting.append((session_place(state), session))
 
     def close(self) -> None:
-        """Close all that are kept."""
         while self._resting:
             self._resting.pop()[1].close()
 
@@ -268,26 +265,13 @@ def _refused(after: Mapping[str, Any], said: str, done: bool) -> Step:
     return Step(after, () if done else (Message("user", f"error: {said}"),), 0.0, done)
 
 
-# -- Episodes of an object shaped like a gymnasium environment: `reset(seed=)`, `step(action)` and `close()`.
-
-
-@runtime_checkable
-class GymnasiumLike(Protocol):
-    """What is asked of the object; `gymnasium.Env` has it."""
-
-    def reset(self, **arguments: Any) -> tuple[Any, Mapping[str, Any]]:
-        """(observation, info)."""
-
-    def step(self, action: Any) -> tuple[Any, Any, Any, Any, Mapping[str, Any]]:
-        """(observation, reward, terminated, truncated, info)."""
-
-    def close(self) -> None:
-        """The end."""
+# -- Episodes of an object shaped like a gymnasium environment: `reset(seed=) -> (observation, info)`,
+# `step(action) -> (observation, reward, terminated, truncated, info)` and `close()`.
 
 
 def gymnasium_environment(
     *,
-    make: Callable[[], GymnasiumLike],
+    make: Callable[[], Any],
     read_action: ReadAction,
     show: Callable[[Any], str],
     reset_arguments: ResetArguments,
@@ -322,7 +306,7 @@ def gymnasium_environment(
     )
 
 
-def make_registered(*, name: str) -> GymnasiumLike:
+def make_registered(*, name: str) -> Any:
     """An environment of gymnasium's registry (extra `gymnasium`).
 
     Args:
@@ -348,18 +332,16 @@ def make_registered(*, name: str) -> GymnasiumLike:
 class GymnasiumSession:
     """An object as a session: whether it is terminated or truncated, the episode is over."""
 
-    def __init__(self, make: Callable[[], GymnasiumLike], show: Callable[[Any], str]) -> None:
+    def __init__(self, make: Callable[[], Any], show: Callable[[Any], str]) -> None:
         self._object, self._show = make(), show
 
     def reset(self, arguments: Mapping[str, PlainData]) -> Observed:
-        """The first observation. Raises ValueError where `reset` returns something else."""
         found = self._object.reset(**arguments)
         if not isinstance(found, tuple) or len(found) != 2:
             raise ValueError(f"reset: got {found!r:.200}, expected (observation, info)")
         return Observed(self._show(found[0]), 0.0, False)
 
     def step(self, action: PlainData) -> Observed:
-        """The next observation. Raises ValueError where `step` returns something else."""
         found = self._object.step(action)
         if not isinstance(found, tuple) or len(found) != 5:
             raise ValueError(f"step: got {found!r:.200}, expected (observation, reward, terminated, truncated, info)")
@@ -369,7 +351,6 @@ class GymnasiumSession:
         return Observed(self._show(found[0]), reward, bool(found[2]) or bool(found[3]))
 
     def close(self) -> None:
-        """Close the object."""
         self._object.close()
 
 
@@ -453,7 +434,6 @@ class OpenEnvSession:
             raise RuntimeError(f"OpenEnv server {url}: got no connection within {deadline:g} s: {error}") from error
 
     def reset(self, arguments: Mapping[str, PlainData]) -> Observed:
-        """The first observation."""
         return self._ask("reset", arguments)
 
     def step(self, action: PlainData) -> Observed:
@@ -463,7 +443,6 @@ class OpenEnvSession:
         return self._ask("step", action)
 
     def close(self) -> None:
-        """End the session."""
         self._opened.close()
 
     def _ask(self, kind: str, data: Mapping[str, PlainData]) -> Observed:

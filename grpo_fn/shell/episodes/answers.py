@@ -28,7 +28,6 @@ class Answer(NamedTuple):
     state_hash: str = ""  # of `state`, which the tape does not hold
 
     def entry(self) -> str:
-        """As it stands on the tape."""
         if self.failure:
             return canonical({"failure": self.failure})
         said = [[m.role, m.content, m.name] for m in self.messages]
@@ -53,7 +52,6 @@ class EnvironmentCall:
 
     @staticmethod
     def check_value(value: str) -> str:
-        """What a worker sends: the answer as it is."""
         return value
 
 

@@ -215,17 +215,19 @@ class TokenizerFormat:
 
     @property
     def end(self) -> int:
-        """The tokenizer's EOS, which ends a turn in chat models."""
         return self.tokenizer.eos_token_id
 
     def parse(self, turn: Sequence[int]) -> Message:
-        """The turn's text without special tokens, apart from its tool calls."""
         content, calls, malformed = self.read_calls(self.read(turn))
         return Message("assistant", content, "", calls, malformed)
 
     def read(self, turn: Sequence[int]) -> str:
-        """The turn's whole text without special tokens."""
         return self.tokenizer.decode(list(turn), skip_special_tokens=True)
+
+
+def as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as chat templates and the `renderers` package take them."""
+    return [{"role": m.role, "content": m.content, **({"name": m.name} if m.name else {})} for m in messages]
 
 
 def first_difference(
@@ -248,11 +250,9 @@ class TextFormat(TokenizerFormat):
     read_calls: ReadCalls
 
     def open(self, messages: Sequence[Message]) -> list[int]:
-        """The contents one behind the other, a line break between two."""
         return self._ids("\n".join(message.content for message in messages))
 
     def extend(self, messages: Sequence[Message]) -> list[int]:
-        """Every content between two line breaks."""
         return self._ids("".join(f"\n{message.content}\n" for message in messages))
 
     def _ids(self, text: str) -> list[int]:
@@ -286,7 +286,6 @@ class TemplateFormat(TokenizerFormat):
     read_calls: ReadCalls
 
     def open(self, messages: Sequence[Message]) -> list[int]:
-        """The messages and the beginning of the policy's turn."""
         return self.render(messages)
 
     def extend(self, messages: Sequence[Message]) -> list[int]:
@@ -299,8 +298,7 @@ class TemplateFormat(TokenizerFormat):
         return whole[whole.index(self.end, len(opening)) + 1 :]
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation and the beginning of the policy's turn, as the template has them."""
-        turns = [{"role": m.role, "content": m.content, **({"name": m.name} if m.name else {})} for m in messages]
+        turns = as_dicts(messages)
         chat = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=True)
         return chat["input_ids"]
 
@@ -371,7 +369,6 @@ class RendererFormat:
     end: int
 
     def open(self, messages: Sequence[Message]) -> list[int]:
-        """The messages and the beginning of the policy's turn."""
         return list(self.renderer.render_ids(as_dicts(messages), add_generation_prompt=True))
 
     def extend(self, messages: Sequence[Message]) -> list[int]:
@@ -403,7 +400,6 @@ class RendererFormat:
         return Message("assistant", found.content, "", tuple(calls), wrong)
 
     def read(self, turn: Sequence[int]) -> str:
-        """The whole text."""
         return self.tokenizer.decode(list(turn), skip_special_tokens=True)
 
     def _behind(self, turn: str, messages: Sequence[Message]) -> list[int] | None:
@@ -442,11 +438,6 @@ def check_conversation(made: RendererFormat, role: str) -> None:
             f"renderer: got {got} as token {place} of a conversation with a {role} message, expected {expected}, as "
             "the package renders it whole: turns of this family cannot be appended exactly"
         )
-
-
-def as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as the package takes them."""
-    return [{"role": m.role, "content": m.content, **({"name": m.name} if m.name else {})} for m in messages]
 
 
 def family_renderer(tokenizer: PreTrainedTokenizerBase, *, family: str, observed: Sequence[str]) -> RendererFormat:

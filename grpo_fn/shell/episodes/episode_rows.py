@@ -56,7 +56,6 @@ class Tape:
     episodes: dict[tuple[int, int], Taped] = field(default_factory=dict)
 
     def of(self, uid: int, g: int) -> Taped | None:
-        """The episode, if it is there."""
         return self.episodes.get((uid, g))
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -141,13 +140,15 @@ class Environments:
         """The episodes of a call, with their openings. Raises EnvironmentFailed where there is none."""
         base = prng.fold_in(key.cpu(), ENVIRONMENT)
         seeds = environment_seeds(base, torch.tensor([p.uid for p in problems]), START)
-        asked = [
-            None if self._taped_start(p) else self.caller.start(p, seed)
-            for p, seed in zip(problems, seeds, strict=True)
+        # One that is not pure does not begin again what is on the tape.
+        taped = [None if self.pure else self.tape.of(problem.uid, 0) for problem in problems]
+        started = [
+            None if episode else self.caller.start(problem, seed)
+            for problem, seed, episode in zip(problems, seeds, taped, strict=True)
         ]
         openings = [
-            self._taped_opening(p) if future is None else self._opening(p, future.result())
-            for p, future in zip(problems, asked, strict=True)
+            self._opening(problem, future.result()) if future else ([*episode.opening], None, episode.turns[0].state)
+            for problem, future, episode in zip(problems, started, taped, strict=True)
         ]
         rows = [
             EpisodeRow(problem, g, state, digest, len(prompt))
@@ -159,13 +160,6 @@ class Environments:
     def without_tape(self) -> "Environments":
         """The same, for an evaluation, whose problems are others."""
         return replace(self, tape=Tape())
-
-    def _taped_start(self, problem: Problem) -> Taped | None:
-        return None if self.pure else self.tape.of(problem.uid, 0)
-
-    def _taped_opening(self, problem: Problem) -> tuple[list[int], PlainData, str]:
-        taped = self.tape.of(problem.uid, 0)
-        return list(taped.opening), None, taped.turns[0].state
 
     def _opening(self, problem: Problem, found: Answer) -> tuple[list[int], PlainData, str]:
         if found.failure:
@@ -196,7 +190,6 @@ class EpisodeRow:
 
     @property
     def sampled(self) -> int:
-        """Tokens that the policy sampled."""
         return sum(turn.length for turn in self.turns)
 
     @property
@@ -204,14 +197,9 @@ class EpisodeRow:
         """Tokens behind the opening."""
         return self.sampled + sum(self.observed)
 
-    @property
-    def truncated(self) -> bool:
-        """Whether a limit ended it."""
-        return bool(self.turns[-1].limit)
-
     def completion(self) -> Completion:
-        """As a reward sees it."""
-        return Completion(self.text, self.sampled, self.truncated, tuple(self.turns))
+        """As a reward sees it; truncated where a limit ended it."""
+        return Completion(self.text, self.sampled, bool(self.turns[-1].limit), tuple(self.turns))
 
     def mask(self) -> Iterator[bool]:
         """Of every token behind the opening, whether the policy sampled it."""
@@ -258,13 +246,6 @@ class EpisodeRows:
             row.asked = self.of.caller.step(row.state, message, self._seeds(n)[b])
         return True
 
-    def rows_with_answers(self, waiting: Sequence[int], *, some: bool) -> list[int]:
-        """Those of the rows whose environments have answered; waits until there are `some`."""
-        asked = [self.rows[b].asked for b in waiting]
-        if some:
-            wait(asked, return_when=FIRST_COMPLETED)
-        return [b for b, answer in zip(waiting, asked, strict=True) if answer.done()]
-
     def go_on(self, b: int) -> GoesOn | None:
         """What stands behind the row's last turn, once the environment has answered; None: the episode is over."""
         row = self.rows[b]
@@ -291,11 +272,9 @@ class EpisodeRows:
         return GoesOn(observed, row.sampled, self.most(b))
 
     def completion(self, b: int) -> Completion:
-        """A row as a reward sees it."""
         return self.rows[b].completion()
 
     def completions(self) -> list[Completion]:
-        """Of all rows."""
         return [row.completion() for row in self.rows]
 
     def _seeds(self, n: int) -> list[int]:
@@ -395,9 +374,11 @@ class PendingAnswers:
         if self.answer_steps is not None:
             return [b for b, due in self.due.items() if idle or due <= step]
         begun = time.perf_counter()
-        ready = self.rows.rows_with_answers([*self.due], some=idle)
+        answers = {b: self.rows.rows[b].asked for b in self.due}
+        if idle:
+            wait(answers.values(), return_when=FIRST_COMPLETED)
         self.waited += time.perf_counter() - begun
-        return ready
+        return [b for b, answer in answers.items() if answer.done()]
 
     def take(self, b: int) -> GoesOn | None:
         """What stands behind the row's last turn, waited for if need be; None: the episode is over."""

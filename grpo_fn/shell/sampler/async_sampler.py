@@ -100,7 +100,6 @@ class AsyncSampler(DataParallelSampler):
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same run brings the same tokens."""
         return self.sampler.repeatable and not self.sampler.mixes
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
@@ -205,14 +204,12 @@ class AsyncSampler(DataParallelSampler):
         return PendingBatch(request, self.version, part, worker)
 
     def _whole(self, batch: PendingBatch) -> Rollout:
-        """All ranks' rows of it."""
         if batch.whole is None:
             part = self.world.together(partial(self._part, batch), what=f"completions of {batch.request}")
             batch.whole = gather_rollouts(part, self.sampler, self.world)
         return batch.whole
 
     def _part(self, batch: PendingBatch) -> Rollout | None:
-        """This rank's rows of it."""
         self._wait_for([batch])
         try:
             return batch.part.result()

@@ -111,8 +111,7 @@ class EngineSampler(Sampler, Protocol):
     def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "EngineSampler":
         """The same engine, drawing with `token_sampler`; `check` is called often, and may raise to end `sample`."""
 
-    def close(self) -> None:
-        """End the engine."""
+    def close(self) -> None: ...
 
 
 # What `sections.Sampling.sampler` names.
@@ -128,11 +127,9 @@ class TrainingSampler(Sampler, Protocol):
     def drain(self) -> list[dict[str, Any]]:
         """All batches sampled ahead, for a checkpoint."""
 
-    def refill(self, drained: Sequence[Mapping[str, Any]]) -> None:
-        """Take back what was drained."""
+    def refill(self, drained: Sequence[Mapping[str, Any]]) -> None: ...
 
-    def figures(self) -> dict[str, float]:
-        """Metrics since the last call."""
+    def figures(self) -> dict[str, float]: ...
 
     def messages(self) -> list[str]:
         """Lines for the log since the last call."""
@@ -285,16 +282,13 @@ class DataParallelSampler:
 
     @property
     def engines(self) -> int:
-        """How many there are."""
         return self.world.size // self.sampler.ranks
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same run brings the same tokens."""
         return self.sampler.repeatable
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
-        """As the sampler's own."""
         start = time.monotonic()
         share = engine_share(problems, self.sampler, self.world)
         rollout = self.sampler.sample(share, group_size, key=key) if share else None
@@ -310,7 +304,6 @@ class DataParallelSampler:
             self._probe_figures.update(self.probe(self, policy))
 
     def rest(self) -> None:
-        """As the sampler's own."""
         self.sampler.rest()
 
     def drain(self) -> list[dict[str, Any]]:
@@ -355,12 +348,10 @@ class DataParallelSampler:
         return messages
 
     def complain(self, text: str) -> None:
-        """Keep a line for the log, up to a limit."""
         if len(self.complaints) < COMPLAINTS:
             self.complaints.append(text)
 
     def close(self) -> None:
-        """As the sampler's own."""
         self.sampler.close()
 
 

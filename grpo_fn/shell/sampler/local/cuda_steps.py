@@ -52,9 +52,10 @@ def build_engine(model: nn.Module) -> DecodeEngine:
     step_model = choose_joined_model(model, split_kv)
     compiles = compiles_decoding(model, deterministic=torch.are_deterministic_algorithms_enabled())
     code = compile_decode_parts(step_model) if compiles else EAGER_CODE
+    columns = partial(graph_size, least=FEWEST_COLUMNS if split_kv is None else SPLIT)
     return DecodeEngine(
         model,
-        sizes=captured_sizes(split_kv=split_kv is not None),
+        sizes=Sizes(partial(graph_size, least=FEWEST_ROWS), columns, buffer_size, LOOK),
         code=code._replace(split_kv=split_kv),
         graphs=GraphCache(CudaGraph),
         step_model=step_model,
@@ -76,7 +77,8 @@ def choose_split_kv(model: nn.Module) -> SplitKV | None:
     except Exception as error:  # of Triton's: code that this card or this version does not take
         reason = f"{type(error).__name__}, {next(iter(str(error).splitlines()), 'without a word')}"
     if reason is not None:
-        warn_of_plain_attention(reason)
+        said = f"decoding attends in plain products, not in the split-KV kernel: {reason}"
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
         return None
     return split_kv_attention
 
@@ -132,12 +134,6 @@ def buffer_size(n: int) -> int:
     return size // 4 * 3 if n <= size // 4 * 3 else size
 
 
-def captured_sizes(*, split_kv: bool) -> Sizes:
-    """Which sizes captured steps have."""
-    columns = partial(graph_size, least=SPLIT if split_kv else FEWEST_COLUMNS)
-    return Sizes(partial(graph_size, least=FEWEST_ROWS), columns, buffer_size, LOOK)
-
-
 class UncapturableStep(RuntimeError):
     """A step that waits for the device: found in its warm-up, before any capture begins."""
 
@@ -185,7 +181,6 @@ class GraphCache:
             return step
 
     def drop(self) -> None:
-        """Forget what was captured: what it reads or writes is gone."""
         self.used.clear()
         if self.replays:
             self.replays.clear()
@@ -324,11 +319,6 @@ def split_kv_uncovered_reason(model: nn.Module) -> str | None:
     if grouped > MOST_GROUPED:
         return f"got {grouped} query heads to a head of keys, expected at most {MOST_GROUPED}"
     return None
-
-
-def warn_of_plain_attention(reason: str) -> None:
-    """Say that steps do without the kernel, and why."""
-    warnings.warn(f"decoding attends in plain products, not in the split-KV kernel: {reason}", RuntimeWarning, 2)
 
 
 # -- a head of halves whose logits come in float32

@@ -62,7 +62,6 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """What the buffers hold."""
         return sum(x.nbytes for buffers in self.layers.values() for x in buffers)
 
 
@@ -78,7 +77,6 @@ class PrefillAttention(PackedAttention):
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: AttentionSpec) -> Tensor:
-        """As rows of training do."""
         self.kept[module.layer_idx] = key, value
         return super().attend(module, query, key, value, how)
 
@@ -136,21 +134,33 @@ class ChunkAttention:
             for p, d in zip(prompts, drawn, strict=True)
         )
         core = eager_attention if how.eager or how.cap is not None else sdpa_attention
-        out = core(query, keys, values, self.mask(how.window, query.dtype), how)
+        # Not -inf: padding may see nothing at all.
+        seen = self.start, self.place, self.prompt_columns, self.columns
+        mask = attention_mask(*seen, how.window, query.dtype, torch.finfo(query.dtype).min)[:, None]
+        out = core(query, keys, values, mask, how)
         return rearrange(out, "r h m e -> r m h e")
 
-    def mask(self, window: Window, dtype: torch.dtype) -> Float[Tensor, "r 1 M _"]:
-        """What is added to the scores: 0 where a token sees the column, the lowest number elsewhere."""
-        device, start = self.slot.device, self.start[:, None, None]
-        prompt = torch.arange(self.prompt_columns, device=device).expand(len(start), 1, -1)
-        drawn = torch.arange(self.columns, device=device).expand(len(start), 1, -1)
-        place = self.place[:, :, None]
-        unseen = torch.cat([(prompt >= start).expand(-1, place.shape[1], -1), drawn > place], 2)
-        if window is not None:
-            unseen |= torch.cat([prompt, drawn + start], 2) <= place + start - window
-        # Not -inf: padding may see nothing at all.
-        mask = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, torch.finfo(dtype).min)
-        return mask[:, None]
+
+def attention_mask(
+    start: Int[Tensor, "r"],
+    place: Int[Tensor, "r M"],
+    prompt_columns: int,
+    columns: int,
+    window: Window,
+    dtype: torch.dtype,
+    unseen: float,
+) -> Float[Tensor, "r M _"]:
+    """What is added to the scores of tokens, each at its place in the row's slot, behind a prompt of `start`.
+
+    0 where a token sees the column, of `prompt_columns` of its prompt and `columns` of the slot; elsewhere `unseen`.
+    """
+    start, place = start[:, None, None], place[:, :, None]
+    prompt = torch.arange(prompt_columns, device=start.device).expand(len(start), 1, -1)
+    drawn = torch.arange(columns, device=start.device).expand(len(start), 1, -1)
+    hidden = torch.cat([(prompt >= start).expand(-1, place.shape[1], -1), drawn > place], 2)
+    if window is not None:
+        hidden |= torch.cat([prompt, drawn + start], 2) <= place + start - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=start.device).masked_fill_(hidden, unseen)
 
 
 class GroupedRows(NamedTuple):
@@ -332,16 +342,9 @@ class DecodeAttention:
         return self.indices[heads]
 
     def mask(self, window: Window, dtype: torch.dtype) -> Float[Tensor, "n 1 _"]:
-        """What is added to the scores: 0 where a row sees the column, -inf elsewhere."""
         if (window, dtype) not in self.masks:
-            device, start, length = self.length.device, self.start[:, None], self.length[:, None]
-            prompt = torch.arange(self.prompt_columns, device=device).expand(len(start), -1)
-            drawn = torch.arange(self.columns, device=device) + start
-            unseen = torch.cat([prompt >= start, drawn > length], 1)
-            if window is not None:
-                unseen |= torch.cat([prompt, drawn], 1) <= length - window
-            added = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, -torch.inf)
-            self.masks[window, dtype] = added[:, None]
+            place, columns = (self.length - self.start)[:, None], (self.prompt_columns, self.columns)
+            self.masks[window, dtype] = attention_mask(self.start, place, *columns, window, dtype, -torch.inf)
         return self.masks[window, dtype]
 
 
@@ -591,11 +594,9 @@ def exact_size(n: int) -> int:
 class StepGraphs(Protocol):
     """Steps that are captured by their shape: `cuda_steps.GraphCache`."""
 
-    def __call__(self, shape: Hashable, step: Step, state: Sequence[Tensor], *, times: int) -> None:
-        """Run the step so many times. Its inputs are in `state`."""
+    def __call__(self, shape: Hashable, step: Step, state: Sequence[Tensor], *, times: int) -> None: ...
 
-    def drop(self) -> None:
-        """Forget what was captured: what it reads or writes is gone."""
+    def drop(self) -> None: ...
 
 
 def addresses(model: nn.Module) -> tuple[int, ...]:
@@ -714,12 +715,10 @@ class DecodeEngine:
         return (1 - MARGIN) * memory_budget(device) - (torch.cuda.max_memory_allocated(device) - self.kept)
 
     def drop_graphs(self) -> None:
-        """Forget captured steps."""
         if self.graphs is not None:
             self.graphs.drop()
 
     def drop(self) -> None:
-        """Free the buffers, and forget what was captured with them."""
         self.drop_graphs()
         self.grouped_rows.clear()
         self.drawn = self.prompts = self.live = self.marks = None

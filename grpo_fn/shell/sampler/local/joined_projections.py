@@ -29,7 +29,6 @@ class Projections(NamedTuple):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The projections themselves; those that the module has."""
         return [self.holder._modules[name] for name in self.names if name in self.holder._modules]
 
 
@@ -54,7 +53,6 @@ class JoinedLinear(nn.Module):
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, states: Float[Tensor, "*B D"]) -> Float[Tensor, "*B E"]:
-        """What the first layer makes of the states."""
         first, *rest = linear(states, self.weight, self.bias).split(self.sizes, -1)
         self.rest = rest
         return first

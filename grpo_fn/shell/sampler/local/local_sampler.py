@@ -12,6 +12,7 @@ from threading import Lock
 from typing import ClassVar, NamedTuple
 
 import torch
+from einops import repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -115,22 +116,28 @@ class ContinuousBatching:
         self.row, self.prompt_slot = (torch.zeros(count, dtype=torch.long) for _ in range(2))
         # Tokens of its prompt, of prompt and completion, and of the completion, when it was last looked at.
         self.start, self.length, self.drawn = (torch.zeros(count, dtype=torch.long) for _ in range(3))
-        self.by_slot = [self.busy, self.paused, self.row, self.prompt_slot, self.start, self.length, self.drawn]
+        self.begun = torch.zeros(count, dtype=torch.long)  # where the row's turn begins in its completion
+        state = (self.busy, self.paused, self.row, self.prompt_slot, self.start, self.length, self.drawn, self.begun)
+        self.by_slot = state  # what moves with a row
         self.unfinished = torch.zeros(engine.prompts.count, dtype=torch.long)  # rows of the prompt in each slot
         self.steps = 0  # taken in this call
         self.shape: DecodeShape | None = None  # None when rows have come, gone or moved
         self.grouped: GroupedRows | None = None  # of that shape
 
     def run(self) -> DecodedRows:
-        """Until all rows have ended."""
         while self.next_row < len(self.u) or bool(self.busy.any()):
             if self.has_free_slot():
                 self.admit()
                 self.look()
             if bool(self.busy.any()):
-                self.advance()
+                if not self.resume_paused():
+                    self.advance()
                 self.look()
         return self.out
+
+    def resume_paused(self) -> bool:
+        """Whether rows that were paused go on, which are then looked at before others decode: none ever pauses."""
+        return False
 
     # -- rows in
 
@@ -140,7 +147,6 @@ class ContinuousBatching:
         return waiting > 0 and free >= min(waiting, -(-self.max_rows // REFILL))
 
     def admit(self) -> None:
-        """Rows that wait into slots that are free."""
         while self.next_row < len(self.u) and int(self.busy.sum()) < self.max_rows:
             if self.prefilled is None:
                 self.prefilled = self.prefill()
@@ -169,7 +175,7 @@ class ContinuousBatching:
         row = torch.arange(self.next_row, min(end, self.next_row + len(free)))
         slot, prompt = free[: len(row)], row // self.group - prefilled.first
         self.busy[slot], self.row[slot], self.prompt_slot[slot] = True, row, prefilled.slot[prompt]
-        self.start[slot], self.drawn[slot] = prefilled.length[prompt], 0
+        self.start[slot], self.drawn[slot], self.begun[slot] = prefilled.length[prompt], 0, 0
         indices = (slot, row, prefilled.length[prompt], prompt)
         slot, row, length, prompt_on_device = (x.to(self.u.device) for x in indices)
         self.begin(slot, row, length, prefilled.logits[prompt_on_device])
@@ -350,33 +356,15 @@ class TurnBatching(ContinuousBatching):
     ) -> None:
         super().__init__(engine, prompts, u, limit, options)
         self.rows, self.pending = rows, PendingAnswers(rows, rows.of.answer_steps)
-        self.begun = torch.zeros(len(self.busy), dtype=torch.long)  # where the turn of the row in each slot begins
-        self.by_slot.append(self.begun)
 
-    def run(self) -> DecodedRows:
-        """Until all episodes are over."""
-        while self.next_row < len(self.u) or bool(self.busy.any()):
-            if self.has_free_slot():
-                self.admit()
-                self.look()
-            if len(due := self.due_slots()):
-                self.go_on(due)
-                self.look()
-            elif bool(self.busy.any()):
-                self.advance()
-                self.look()
-        return self.out
-
-    def begin(self, slot: Int[Tensor, "m"], row: Int[Tensor, "m"], length: Int[Tensor, "m"], logits: Tensor) -> None:
-        """As without turns; each begins its first."""
-        super().begin(slot, row, length, logits)
-        self.begun[slot.cpu()] = 0
-
-    def due_slots(self) -> Int[Tensor, "m"]:
-        """Slots whose rows go on now."""
+    def resume_paused(self) -> bool:
+        """Whether rows go on now: their answers are due, or no other row decodes."""
         ready = self.pending.ready(self.steps, idle=not bool(self.active.any()))
         slots = self.paused.nonzero()[:, 0]
-        return slots[torch.isin(self.row[slots], torch.tensor(ready, dtype=torch.long))]
+        due = slots[torch.isin(self.row[slots], torch.tensor(ready, dtype=torch.long))]
+        if len(due):
+            self.go_on(due)
+        return len(due) > 0
 
     def leave(self, slot: Int[Tensor, "m"], drawn: Tensor, stopped: Tensor) -> None:
         """A turn of these rows has ended: some wait for their environment, the others' episodes are over."""
@@ -486,7 +474,6 @@ class SharedDecoder:
         return self.engine
 
     def scan_stops(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], size: int) -> Stops:
-        """The stop strings, looked up in the tokenizer's vocabulary once."""
         now, stops = (tokenizer, tuple(stop), size), self.stops
         if stops is None or (stops.tokenizer, stops.stop, len(stops.suspect)) != now:
             self.stops = Stops(tokenizer, stop, size)
@@ -519,12 +506,10 @@ class LocalSampler(SamplerOptions):
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same problems and key bring the same tokens again."""
         return self.environments is None or self.environments.answer_steps is not None
 
     @property
     def complaints(self) -> list[str]:
-        """It has none."""
         return []
 
     @torch.no_grad()
@@ -550,8 +535,7 @@ class LocalSampler(SamplerOptions):
         """What environments took and lost since the last call."""
         return {} if self.environments is None else self.environments.caller.figures()
 
-    def close(self) -> None:
-        """There is nothing to close."""
+    def close(self) -> None: ...
 
     def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "LocalSampler":
         """The same engine, drawing with `token_sampler`; `check` is called every few decode steps."""
@@ -572,7 +556,7 @@ class LocalSampler(SamplerOptions):
             max_total_tokens=self.max_total_tokens,
             positions=positions(self.model.config),
         )
-        limit = torch.tensor(limits, dtype=torch.long, device=device).repeat_interleave(group_size)
+        limit = repeat(torch.tensor(limits, dtype=torch.long, device=device), "p -> (p g)", g=group_size)
         u = self._draws(problems, group_size, key.to(device))
 
         def completion(row: int, tokens: list[int], stopped: bool) -> Completion:
