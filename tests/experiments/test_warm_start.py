@@ -1,37 +1,19 @@
 """A warm start is steps of the supervised stage: the same rows, objective and optimizer, and so the same weights."""
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
 from fakes import qwen2_tied
-from policies import local
-from steps import silent, unasked
 from torch import nn
 
 import grpo_fn
 from experiments.tiny import models
-from grpo_fn.algo import supervised
-from grpo_fn.algo.step import AT_THE_START
-from grpo_fn.core.problem import COMPLETION, Problem
-from grpo_fn.core.types import Rollout
-from grpo_fn.shell.model import demonstrations, hf
-from grpo_fn.shell.policy import optimizer
 
 BARE = models.byte_tokenizer(chat=False)
 PAIRS = [("1+1=", "2"), ("12+30=", "42, I think"), ("7", "7"), ("2-2=", "nothing")]
 STEPS, ROWS = 5, 2
 LR = 3e-3
-
-
-class Idle:
-    """A sampler that is not asked."""
-
-    sample = load = unasked
-
-    def rest(self) -> None:
-        """Nothing is sampled."""
 
 
 def pair(index: int) -> tuple[str, str]:
@@ -48,37 +30,6 @@ def warm_started() -> nn.Module:
     rows = ([(asked, False), (answer, True)] for asked, answer in map(pair, range(STEPS * ROWS)))
     models.warm_start(made, BARE, rows, steps=STEPS, batch_rows=ROWS, report=lambda line: None)
     return made
-
-
-def rollout_of(problems: list[Problem]) -> Rollout:
-    how = {"demonstration": demonstrations.last_turn, "encode": hf.bare_prompt}
-    return demonstrations.given_rollout(problems, tokenizer=BARE, device=torch.device("cpu"), **how)
-
-
-def test_a_warm_start_and_a_supervised_stage_give_the_same_weights_from_the_same_rows() -> None:
-    """The stage as a run has it: its own rows from problems, `supervised_step`, and the policy of a run."""
-    trained = model()
-    policy = local(
-        trained,
-        temperature=1.0,
-        micro_tokens=10**6,
-        optimizer=models.ADAMW,
-        schedule=partial(optimizer.linear_decay, warmup=STEPS // 20, total=STEPS, final=0.1),
-    )
-
-    def stream(first: int, number: int) -> list[Problem]:
-        shown = [(index, *pair(index)) for index in range(first, first + number)]
-        return [Problem(index, asked, answer, {COMPLETION: answer}) for index, asked, answer in shown]
-
-    stage = supervised.Stage(objective=models.CROSS_ENTROPY, prompts=ROWS)
-    carried, how = AT_THE_START, {"algo": stage, "given": rollout_of, "span": silent}
-    for _ in range(STEPS):
-        _, carried, _ = supervised.supervised_step(policy, Idle(), stream, carried, **how)
-    assert carried.drawn == STEPS * ROWS
-    started = model().state_dict()
-    for name, x in warm_started().state_dict().items():
-        torch.testing.assert_close(trained.state_dict()[name], x, rtol=0, atol=1e-9, msg=name)
-        assert not torch.equal(x, started[name]), name
 
 
 def test_a_warm_start_is_a_plain_loop_over_the_models_own_loss() -> None:
