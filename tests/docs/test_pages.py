@@ -88,7 +88,7 @@ def test_the_files_tests_and_links_that_pages_name_exist() -> None:
         missing += [] if any((ROOT / top / name).exists() for top in ("", "grpo_fn")) else [("one_step.md", name)]
     tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", texts[DOCS / "issues.md"])
     missing += [("issues.md", name) for path, name in tests if f"def {name}(" not in (ROOT / path).read_text()]
-    assert len(tests) >= 17
+    assert len(tests) > 10
     assert not missing
 
 
