@@ -253,13 +253,13 @@ def param_statement(param: str, bindings: Bindings, imports: list[ImportStatemen
         bindings.from_params.add(name)
     bindings.used_at.update({macro: bindings.used_at.get(macro, flag) for macro in listener.macros})
     check_functions(listener.functions, flag, dynamic=True)
-    roots = [selector.partition(".")[0] for selector in listener.functions]
-    needed = dict.fromkeys(line for root in roots for line in imports_of(root, flag, imports))
+    needed = dict.fromkeys(line for selector in listener.functions for line in imports_of(selector, flag, imports))
     return "\n".join([DYNAMIC_LINE, *needed, f"{name} = {value}"])
 
 
-def imports_of(name: str, flag: str, imports: list[ImportStatement]) -> list[str]:
-    """The files' import lines that give `name` its meaning."""
+def imports_of(selector: str, flag: str, imports: list[ImportStatement]) -> list[str]:
+    """The files' import lines that give the module of `module.function` its meaning."""
+    name, _, function = selector.partition(".")
     modules = [line for line in imports if line.module != DYNAMIC]
     named = [line for line in modules if line.bound_name() == name]
     # `import a.b` and `import a.c` both bind `a`, and mean the same by it.
@@ -269,7 +269,13 @@ def imports_of(name: str, flag: str, imports: list[ImportStatement]) -> list[str
     names = sorted({line.bound_name() for line in modules})
     got = f"{name}, which stands for {' and for '.join(sorted(meanings))}" if meanings else name
     expected = f"a module that the gin files import, one meaning each: {comma_list(names)}"
-    raise ValueError(f"{flag}: got {got}, expected {expected}{suggest_name(name, names)}")
+    sources = {line.bound_name(): PACKAGE.joinpath(*line.module.split(".")[1:]).with_suffix(".py") for line in modules}
+    defined = re.compile(rf"^(?:def|class) {re.escape(function)}\b", re.MULTILINE)
+    owners = [
+        f"{owner}.{function}" for owner, path in sources.items() if path.is_file() and defined.search(path.read_text())
+    ]
+    hint = f"; there is {comma_list(owners)}" if owners else suggest_name(name, names)
+    raise ValueError(f"{flag}: got {got}, expected {expected}{hint}")
 
 
 def parse(parser: Callable[[str], Any], what: str, flag: str) -> None:

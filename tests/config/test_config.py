@@ -382,6 +382,11 @@ def test_a_knob_of_a_function_that_the_run_does_not_use_is_refused_on_the_comman
     assert load_text(f"{RUN}{param}\n").fingerprint == load_text(RUN).fingerprint  # in a file it may be for another one
 
 
+def test_a_function_of_a_module_that_is_none_is_named_where_it_is() -> None:
+    with pytest.raises(ValueError, match=r"got kl, expected a module that .*; there is objective\.k3$"):
+        load_config(["run/arithmetic.gin"], ["objective.policy_objective.kl=@kl.k3"])
+
+
 def test_everything_unbound_is_listed_at_once() -> None:
     text = f"{HEADER}fm.root.objective = @fm.objective\nfm.objective.beta = %BETA\nfm.root.advantage = @s/fm.scale\n"
     assert complaint(text).splitlines() == [
