@@ -59,7 +59,7 @@ def test_every_run_file_knows_steps_and_seed_freezes_and_its_dump_relaunches(pat
 
 def test_more_steps_alone_are_the_same_run_and_another_seed_is_not() -> None:
     base, longer, other = (
-        load_config(["run/arithmetic.gin"], params) for params in ([], ["STEPS=12345"], ["SEED=12345"])
+        load_config(["run/arithmetic.gin"], params) for params in ([], ["train.train.steps=12345"], ["SEED=12345"])
     )
     assert longer.root.knobs["steps"] == other.root.knobs["seed"] == 12345
     assert longer.fingerprint == base.fingerprint != other.fingerprint
