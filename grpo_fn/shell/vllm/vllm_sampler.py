@@ -276,14 +276,13 @@ def colocated_sampler(
         detokenize=bool(options.stop),
         generate_timeout=generate_timeout,
     )
-    return sampler_of_engine(ColocatedEngine(context, engine_options), context, options, max_model_len)
+    return sampler_of_engine(ColocatedEngine(context, engine_options), context, options, max_model_len=max_model_len)
 
 
 def dedicated_sampler(
     context: SamplerContext,
     options: SamplerOptions,
     *,
-    max_model_len: int | None,
     engine: Callable[[World, torch.dtype], InferenceEngine],
 ) -> "VllmSampler":
     """A sampler whose engine is elsewhere: `engine` makes what talks to it (vllm_servers.DedicatedEngine).
@@ -292,7 +291,6 @@ def dedicated_sampler(
         context: the model that is trained, and its surroundings.
         options: what the run asks of its sampler, as for `colocated_sampler`; a server bounds by itself what it
             decodes at once, `max_rows` is what `grpo_fn.eval` asks for at once.
-        max_model_len: positions that the engine has memory for; None: the model's.
         engine: (world, dtype) -> the client of the engine.
 
     Returns:
@@ -303,13 +301,14 @@ def dedicated_sampler(
     """
     sampling_params(options.token_sampler)
     client = engine(context.world, context.dtype)
-    return sampler_of_engine(client, context, options, max_model_len)
+    return sampler_of_engine(client, context, options, max_model_len=None)
 
 
 def sampler_of_engine(
     engine: InferenceEngine,
     context: SamplerContext,
     options: SamplerOptions,
+    *,
     max_model_len: int | None,
 ) -> "VllmSampler":
     """The sampler, with the tokens that end a completion."""
@@ -336,7 +335,7 @@ class VllmSampler(SamplerOptions):
     engine: InferenceEngine
     context: SamplerContext
     ends: Sequence[int]  # tokens that end a completion
-    max_model_len: int | None
+    max_model_len: int | None  # positions that the engine in this process has memory for
     # Of the weights; other samplers on the same engine count on.
     versions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 

@@ -192,16 +192,18 @@ def test_a_replay_asks_no_server_and_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_is_cut_off_and_a_changed_one_is_refused(tmp_path: Path) -> None:
-    answer = JudgeAnswer("7", requests=1)
-    JudgeRecord(tmp_path, 0).add([RecordedAnswer("a", 1, answer), RecordedAnswer("b", 1, answer)])
+    answer, other = JudgeAnswer("7", requests=1), JudgeAnswer("8", requests=1)
+    record = JudgeRecord(tmp_path, 0)
+    record.add([RecordedAnswer("a", 1, answer), RecordedAnswer("b", 1, other)])
+    assert (record.find("a", 1), record.find("b", 1)) == (answer, other)
     path = tmp_path / "rank_0.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
     record = JudgeRecord(tmp_path, 0)
     assert (record.find("a", 1), record.find("b", 1)) == (answer, None)
-    record.add([RecordedAnswer("b", 1, answer)])
+    record.add([RecordedAnswer("b", 1, other)])
     assert path.read_bytes() == whole
-    assert JudgeRecord(tmp_path, 0).find("b", 1) == answer
+    assert JudgeRecord(tmp_path, 0).find("b", 1) == other
     path.write_text(json.dumps({"digest": "a"}) + "\n")
     with pytest.raises(ValueError, match=r"rank_0\.jsonl: got .*expected a recorded answer"):
         JudgeRecord(tmp_path, 0).find("a", 1)
