@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -130,7 +131,9 @@ def test_a_worker_has_time_to_save_and_no_more(
     monkeypatch: pytest.MonkeyPatch, program: str, number: int, grace: float, again: int, code: int
 ) -> None:
     monkeypatch.setattr(agent, "OTHERS", 20.0 if code == 75 else 0.05)
+    began = time.monotonic()
     assert stop_codes(program, number, grace, again) == [code]
+    assert again == signal.SIGTERM or time.monotonic() < began + grace / 2  # killed, and not given up
 
 
 @pytest.mark.slow
