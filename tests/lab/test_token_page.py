@@ -132,14 +132,6 @@ def test_pieces_joined_are_the_text(text, data):
     assert decode(ids[:start]) + "".join(found) == decode(ids)
 
 
-@given(st.lists(st.integers(0, 289), min_size=1, max_size=30), st.integers(0, 29))
-def test_bytes_that_are_no_text_are_shown_one_way_or_another(ids, start):
-    start = min(start, len(ids) - 1)
-    found = token_texts(ids, start, decode)
-    assert len(found) == len(ids) - start
-    assert found[-1]
-
-
 def token_ids(text: str) -> list[int]:
     return tokenizer().encode(text)
 
@@ -269,17 +261,6 @@ def test_a_signal_that_is_not_finite_comes_first_and_spoils_no_other(odd):
     assert html.count('class="t odd') == 2  # the token, and the legend
     assert html.count("s:nan") + html.count("s:inf") == 0
     assert Reader(html).open == []
-
-
-def test_a_step_without_any_signal_is_a_page_too():
-    seen, scores = step(["a"], [["some", "other"]])
-    none = torch.zeros_like(seen.batch.mask)
-    silent = seen._replace(batch=seen.batch._replace(mask=none))
-    shown = looked_at(silent, scores)
-    assert (shown.sums.moved, shown.sums.learning, shown.sums.largest) == (0, 0, 0.0)
-    html = token_page.token_page(shown, title="t", note="s")
-    assert html.count("left out of the loss</span>") == 2
-    assert 'data-i="' not in html.split("<script>")[0]
 
 
 # -- episodes

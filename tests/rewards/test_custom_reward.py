@@ -12,12 +12,7 @@ import pytest
 import rewards_on_trial
 from profiles import profile, quarter
 
-from experiments.custom_reward.test_idea import (  # its tests are run here, too
-    test_right_steps_is_fit_for_a_run as test_right_steps_is_fit_for_a_run,
-)
-from experiments.custom_reward.test_idea import (
-    test_steps_count_once_and_from_the_start as test_steps_count_once_and_from_the_start,
-)
+from experiments.custom_reward import test_idea
 from grpo_fn import testing
 from grpo_fn.config import freeze, load_config
 from grpo_fn.rewards.combine import part_names
@@ -40,6 +35,11 @@ from grpo_fn.shell.reward_workers import reward_pool
 from grpo_fn.trainer import sections
 include "run/arithmetic.gin"
 """
+
+
+# The tests that the page shows; pytest collects them under these names.
+test_right_steps_is_fit_for_a_run = pytest.mark.slow(test_idea.test_right_steps_is_fit_for_a_run)
+test_steps_count_once_and_from_the_start = test_idea.test_steps_count_once_and_from_the_start
 
 
 def blocks(kind: str) -> list[str]:
