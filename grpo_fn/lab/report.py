@@ -71,7 +71,6 @@ class ReportedRun(NamedTuple):
     """What a run folder holds, as far as it has come."""
 
     name: str
-    path: Path
     rows: list[dict[str, float]]  # metrics.jsonl: NaN where it has null
     knobs: dict[str, int | float | str]
     summary: dict[str, Any] | None
@@ -101,7 +100,6 @@ def read_run(path: Path, name: str) -> ReportedRun:
     step, rows = newest_samples(path / "rollouts")
     return ReportedRun(
         name=name,
-        path=path,
         rows=metric_lines(path),
         knobs=json.loads((path / "run.json").read_bytes()).get("hparams", {}),
         summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
