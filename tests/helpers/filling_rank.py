@@ -78,7 +78,7 @@ def divided(folder: Path, size: int, adapters: bool) -> Root:
 def filled(folder: Path, size: int) -> dict[str, object]:
     root = divided(folder, size, adapters=False)
     Counting.read, hf.safe_open = 0, Counting
-    hf.load_shards(root, folder, device=CPU, prefix="model.")
+    hf.load_shards(root.model, folder, device=CPU)
     hf.safe_open = SAFE_OPEN
     held = sum(p.to_local().numel() for p in root.parameters())
     full = {name: p.full_tensor() for name, p in root.named_parameters()}
@@ -91,12 +91,12 @@ def with_adapters(folder: Path, size: int) -> dict[str, object]:
     """The adapters of a divided model, gathered, and those of a whole one."""
     key = prng.key(3, device=CPU)
     root = divided(folder, size, adapters=True)
-    hf.load_shards(root, folder, device=CPU, prefix="model.")
+    hf.load_shards(root.model, folder, device=CPU)
     lora.reset(root, key=key, device=CPU)
     alone = Root(
         lora.attach(hf.meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32), HOW)
     )
-    hf.load_shards(alone, folder, device=CPU, prefix="model.")
+    hf.load_shards(alone.model, folder, device=CPU)
     lora.reset(alone, key=key, device=CPU)
     ids = torch.arange(14).reshape(2, 7)
     for one in (root, alone):  # the gradients, too: a frozen base and adapters in one group

@@ -317,26 +317,26 @@ def _unset(like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def load_shards(module: nn.Module, folder: Path, *, device: torch.device, prefix: str) -> None:
+def load_shards(model: nn.Module, folder: Path, *, device: torch.device) -> None:
     """Give every parameter storage on `device` and read this rank's part of it from the folder's safetensors.
 
     Parameters are plain tensors or DTensors (after `fully_shard`). Those on the meta device are replaced, so call this
-    before there is an optimizer; those with storage keep it. Values are converted to the parameter's dtype. `prefix` is
-    what the module's names have before those in the files. Layers with LoRA adapters read their plain weight; the
-    adapters are left to `lora.reset`. Buffers move to `device`, persistent ones are read.
+    before there is an optimizer; those with storage keep it. Values are converted to the parameter's dtype. Layers with
+    LoRA adapters read their plain weight; the adapters are left to `lora.reset`. Buffers move to `device`, persistent
+    ones are read.
 
     Raises ValueError, nothing allocated, for a folder without safetensors, for truncated files, and for tensors that
     are missing, left over, of another shape or quantised; and for tied tensors that differ, once they are read.
     """
     stored = entries(folder)
-    places = _places(module, prefix)
-    _check(module, places, stored, folder)
-    for name, buffer in list(module.named_buffers()):
-        _hang(module, name, buffer.to(device))
+    places = _places(model)
+    _check(model, places, stored, folder)
+    for name, buffer in list(model.named_buffers()):
+        _hang(model, name, buffer.to(device))
     for names in places:
         first, *others = [name for name in names.values() if name in stored]
-        set_tensor(module, list(names), partial(_read, stored, first), device=device)
-        own = part(attrgetter(next(iter(names)))(module))
+        set_tensor(model, list(names), partial(_read, stored, first), device=device)
+        own = part(attrgetter(next(iter(names)))(model))
         for other in others:
             if not torch.equal(_read(stored, first, own), _read(stored, other, own)):
                 raise ValueError(f"got {first} and {other} with different values in {folder}, expected them tied")
@@ -403,31 +403,26 @@ def name_without_lora(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def _places(module: nn.Module, prefix: str) -> list[Place]:
+def _places(model: nn.Module) -> list[Place]:
     places: dict[int, Place] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if is_adapter(name):
-            continue
-        if not name.startswith(prefix):
-            raise ValueError(f"got a module with {name}, expected every name to begin with {prefix!r}")
-        places.setdefault(id(tensor), {})[name] = name_without_lora(name.removeprefix(prefix))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not is_adapter(name):
+            places.setdefault(id(tensor), {})[name] = name_without_lora(name)
     return list(places.values())
 
 
-def _check(module: nn.Module, places: list[Place], stored: Mapping[str, "Entry"], folder: Path) -> None:
+def _check(model: nn.Module, places: list[Place], stored: Mapping[str, "Entry"], folder: Path) -> None:
     known = {name for place in places for name in place.values()}
     # What files may hold besides, by the models' own word; and frequencies, which old files kept for every layer.
-    named = {p for m in module.modules() for p in getattr(m, "_keys_to_ignore_on_load_unexpected", None) or ()}
+    named = {p for m in model.modules() for p in getattr(m, "_keys_to_ignore_on_load_unexpected", None) or ()}
     ignored = [re.compile(pattern) for pattern in (r"rotary_emb\.inv_freq$", *named)]
     extra = [name for name in stored if name not in known and not any(p.search(name) for p in ignored)]
     missing = [next(iter(place.values())) for place in places if not stored.keys() & set(place.values())]
     if missing or extra:
         odd = [f"{what} {_few(names)}" for what, names in (("without", missing), ("with", extra)) if names]
-        raise ValueError(
-            f"got weights {' and '.join(odd)} in {folder}, expected those of {type(module).__name__} alone"
-        )
+        raise ValueError(f"got weights {' and '.join(odd)} in {folder}, expected those of {type(model).__name__} alone")
     for place in places:
-        tensor = attrgetter(next(iter(place)))(module)
+        tensor = attrgetter(next(iter(place)))(model)
         for name in [name for name in place.values() if name in stored]:
             file, dtype, shape = stored[name]
             if shape != tuple(tensor.shape):

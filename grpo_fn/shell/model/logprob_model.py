@@ -508,10 +508,8 @@ class LogprobModel(nn.Module):
         """The log-probabilities of `forward`, bit for bit, without entropies and without gradients."""
         head, target = self._head_input(tokens, mask)
         if head.weight is None:
-            logp, _ = dense_scores(head.states, target, temperature=self.temperature)
-        else:
-            logp = linear_logp(*head, target, **self._chunked)
-        return scatter_to_rows(logp, mask)
+            return scatter_to_rows(dense_scores(head.states, target, temperature=self.temperature)[0], mask)
+        return scatter_to_rows(linear_logp(*head, target, **self._chunked), mask)
 
     @torch.no_grad()
     def energy(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
@@ -521,10 +519,8 @@ class LogprobModel(nn.Module):
         """
         head, target = self._head_input(tokens, mask)
         if head.weight is None:
-            energy = dense_energy(head.states, target, temperature=self.temperature)
-        else:
-            energy = linear_energy(*head, target, **self._chunked)
-        return scatter_to_rows(energy, mask)
+            return scatter_to_rows(dense_energy(head.states, target, temperature=self.temperature), mask)
+        return scatter_to_rows(linear_energy(*head, target, **self._chunked), mask)
 
     @property
     def _chunked(self) -> dict[str, float]:

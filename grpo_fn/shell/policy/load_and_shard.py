@@ -99,7 +99,7 @@ class ModelSpec:
         for method in ("logp", "energy", "teacher_head"):
             register_fsdp_forward_method(logprob_model, method)
         device = torch.device("cpu") if how.offload else world.device
-        hf.load_shards(logprob_model, hf.folder_of(self.folder), device=device, prefix="model.")
+        hf.load_shards(model, hf.folder_of(self.folder), device=device)
         if adapted:
             lora.reset(model, key=self.key, device=device)
         if mesh.size() == 1 and not how.offload:

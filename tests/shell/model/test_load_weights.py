@@ -35,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 def filled(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     model = meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=dtype)
-    load_shards(model, folder, device=CPU, prefix="")
+    load_shards(model, folder, device=CPU)
     return model
 
 
@@ -123,28 +123,16 @@ def test_frequencies_that_old_files_kept_are_left_alone(folders: Callable, tmp_p
     assert_equal_models(filled(folder), pretrained(folders("llama_scaled")))
 
 
-class Wrapped(nn.Module):
-    """A root of one's own around a model, with a persistent buffer of its own."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-
-def test_a_prefix_is_taken_off_and_persistent_buffers_are_read(folders: Callable, tmp_path: Path) -> None:
+def test_persistent_buffers_are_read(folders: Callable, tmp_path: Path) -> None:
     def add(held: dict[str, Tensor]) -> None:
         held["model.norm.seen"] = torch.tensor(7)
 
     folder = rewritten(folders("qwen3_untied"), tmp_path / "more", add)
     model = meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32)
     model.model.norm.register_buffer("seen", torch.tensor(0))
-    load_shards(Wrapped(model), folder, device=CPU, prefix="model.")
+    load_shards(model, folder, device=CPU)
     assert model.model.norm.seen == 7
     assert torch.equal(logits(model), logits(pretrained(folders("qwen3_untied"))))
-    with pytest.raises(
-        ValueError, match=r"got a module with model\.model\.\S+, expected every name to begin with 'scorer"
-    ):
-        load_shards(Wrapped(model), folder, device=CPU, prefix="scorer.")
 
 
 def test_parameters_that_have_storage_keep_it(folders: Callable) -> None:
@@ -154,7 +142,7 @@ def test_parameters_that_have_storage_keep_it(folders: Callable) -> None:
     with torch.no_grad():
         for parameter in before.values():
             parameter.zero_()
-    load_shards(model, folder, device=CPU, prefix="")
+    load_shards(model, folder, device=CPU)
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
     assert_equal_models(model, pretrained(folder))
 
@@ -224,7 +212,7 @@ def test_a_bad_folder_says_what_was_got_and_expected_before_anything_is_allocate
     model = meta_causal_lm(AutoConfig.from_pretrained(bad), attention="eager", dtype=torch.float32)
     spoil(bad)
     with pytest.raises(ValueError, match=message):
-        load_shards(model, bad, device=CPU, prefix="")
+        load_shards(model, bad, device=CPU)
     assert all(p.is_meta for p in model.parameters())
 
 
