@@ -230,6 +230,7 @@ def sample() -> dict[int, list[Call]]:
     return traced("hybrid_shard+tensor_parallel", (0, 1, 2, 8, RANKS - 1))
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_the_bytes_that_a_rank_receives(sample) -> None:
     """Each exactly, of weights that divide evenly among the ranks; else FSDP2 has padding besides."""
     bound = load_config(["run/arithmetic.gin", "scale/hybrid_shard.gin", "scale/tensor_parallel.gin"], []).kwargs()

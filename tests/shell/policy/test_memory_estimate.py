@@ -137,9 +137,7 @@ def allocated_by_head(tokens: int, theirs: int, *, dtype: torch.dtype, trained: 
     return alive.most
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("tokens", [64, 700])
+@pytest.mark.parametrize(("dtype", "trained", "tokens"), [(torch.float32, True, 700), (torch.bfloat16, False, 64)])
 def test_a_head_beside_a_teachers_is_what_is_allocated(dtype, trained, tokens):
     """A fiftieth less at most, which are numbers of a token, and an eighth more; far more than without a teacher."""
     elements, shape = 100 * SHAPE["vocab_size"], (SHAPE["vocab_size"], SHAPE["hidden_size"], tokens, dtype.itemsize)

@@ -217,20 +217,6 @@ def test_values_of_whole_blocks_come_back_exactly(seed, power, spread, signed):
     assert torch.equal(optimizer.moment_value(again), optimizer.moment_value(state))
 
 
-@pytest.mark.parametrize("make", ALL)
-def test_a_learning_rate_is_a_plain_number_that_may_be_set(make):
-    model = net(0)
-    made = make(model.parameters(), **KNOBS)
-    before = [p.detach().clone() for p in model.parameters()]
-    for group in made.param_groups:
-        assert group["lr"] == KNOBS["lr"]
-        assert isinstance(group["lr"], float)
-        group["lr"] = 0.0
-    step(made, list(model.parameters()), gradients(model, 0, 1)[0])
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    assert {group["lr"] for group in made.param_groups} == {0.0}
-
-
 def test_an_implementation_that_there_is_not_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(ValueError, match=r"got '8bit' without torchao .*pip install 'grpo-fn\[adamw8bit\]'"):
