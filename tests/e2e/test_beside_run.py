@@ -174,7 +174,8 @@ def test_asked_to_stop_it_does_not_wait_and_makes_the_evaluations_again(
     assert store.meta(tmp_path / "run" / "checkpoints" / f"step_{newest}")["pending"] == pending
     assert all("eval/accuracy" not in row for row in metrics(tmp_path / "run") if row["step"] in pending)
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    assert {**comparable(tmp_path / "run"), "kept": None} == {**midst, "kept": None}
+    kept = {"kept": None} if changes else {}  # which checkpoints are, goes by late scores as by others
+    assert {**comparable(tmp_path / "run"), **kept} == {**midst, **kept}
 
 
 @pytest.mark.slow
