@@ -57,10 +57,10 @@ def test_one_that_is_interrupted_learns_from_the_same_batches(
 
 
 def test_what_cannot_be_ahead_is_refused(cache: Path, tmp_path: Path) -> None:
-    """An objective that does not ask how far it is off, and a sampler on the device that trains."""
+    """An objective that does not use the sampler's log-probs, and a sampler on the device that trains."""
     uncorrected = {"objective__policy_objective__importance_correction": None}
     said = refusal(arguments(cache, tmp_path / "none", **uncorrected))
-    assert "max_staleness: got 2 with an objective that does not ask" in said
+    assert "max_staleness: got 2 with an objective that does not use" in said
     argv = arguments(cache, tmp_path / "local", sections__Sampling__sampler="@local_sampler.local")
     assert finish(argv, tmp_path / "out") == 2
     assert "max_staleness: got 2 with LocalSampler" in (tmp_path / "out").read_text()

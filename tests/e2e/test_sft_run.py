@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.faults import job
-from e2e.running import board, command, finish, metrics, outcome, signal_after_step
+from e2e.running import SMALL, board, command, finish, metrics, outcome, signal_after_step
 from e2e.test_ranks import CLOSE, weights
 
 from grpo_fn import replay as replaying
@@ -88,15 +88,13 @@ def test_a_step_is_replayed(calm: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-def test_grpo_begins_with_its_model_and_mixes_its_demonstrations_in(
-    cache: Path, data: Path, calm: Path, tmp_path: Path
-) -> None:
+def test_grpo_begins_with_its_model_and_mixes_its_demonstrations_in(data: Path, calm: Path, tmp_path: Path) -> None:
     """And the mixture goes on to the last bit, too."""
     flags = ["--gin_file", "algo/chord.gin", "--gin_file", "task/demonstrations.gin"]
     params = [f"DEMONSTRATIONS={str(data)!r}", "DEMONSTRATION_ROWS=4", f"MODEL={str(calm / 'model')!r}"]
     more = [*flags, *(part for param in params for part in ("--gin_param", param))]
     for name, doom in (("calm", None), ("killed", signal_after_step(3, signal.SIGKILL))):
-        argv = command(cache, tmp_path / name, *more)
+        argv = ["--gin_file", "run/arithmetic.gin", "--gin_file", str(SMALL), "--run_dir", str(tmp_path / name), *more]
         code = finish(argv, tmp_path / f"{name}.out", doom)
         assert code == (-9 if doom else 0), (tmp_path / f"{name}.out").read_text()
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
