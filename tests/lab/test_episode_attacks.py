@@ -136,5 +136,5 @@ def test_tools_are_called_by_the_names_that_the_opening_has():
     schema = '{"type": "function", "function": {"name": "adder", "parameters": {"properties": {"sum": {}}}}}'
     seen = Seen("3 and 4", f"You may call:\n{schema}\n3 and 4", ())
     assert "<adder>3+4</adder>" in [script(seen) for script in EPISODE_ATTACKS["copied_outputs"]]
-    after = seen._replace(observations=("it is 7",))
+    after = seen._replace(observations=("3 and 4 make 7",))
     assert {script(after) for script in EPISODE_ATTACKS["copied_outputs"]} == {r"\boxed{7}"}
