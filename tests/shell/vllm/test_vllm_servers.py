@@ -335,6 +335,15 @@ def test_weights_that_break_off_leave_no_server_that_draws_from_half_of_them(two
     assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(2)
 
 
+def test_a_server_that_the_trainer_cannot_send_to_is_dropped_amid_its_update(two, monkeypatch):
+    one, other, servers = two
+    lost = {one.url: "got no end to a broadcast"}
+    monkeypatch.setattr(servers._transfer, "carry", lambda chunk, urls: lost if one.url in urls else {})
+    servers.push_weights(weights(0), version=0)
+    assert [any(path == "/abort_requests" for path, _ in stub.calls) for stub in (one, other)] == [True, False]
+    assert seen(servers.generate(REQUESTS, params=PARAMS)) == expected(0)
+
+
 def test_an_update_that_another_trainer_left_open_is_given_up(two):
     one, _, servers = two
     one.coming, one.label = [torch.ones(5)], "0000-3"
