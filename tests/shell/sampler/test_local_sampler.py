@@ -218,19 +218,6 @@ def test_a_row_ends_with_the_first_token_that_completes_a_stop_string(words, sto
     assert rollout.text == (texts[expected - 1],)
 
 
-def test_a_row_stops_by_itself_while_others_go_on():
-    texts = ["Tom has", "a", "7 7 7"]
-    free = sampler(ends=0).sample(problems(texts), 2, key=KEY)
-    character = next(c for c in free.text[0] if c.isascii())
-    cut = sampler(ends=0, stop=(character,)).sample(problems(texts), 2, key=KEY)
-    lengths = cut.mask.sum(-1).tolist()
-    for b, row in enumerate(completions(free)):
-        hits = [n for n in range(1, len(row) + 1) if character in tokenizer().decode(row[:n])]
-        assert completions(cut)[b] == row[: hits[0] if hits else None]
-        assert bool(cut.truncated[b]) is (not hits and bool(free.truncated[b]))
-    assert min(lengths) < max(lengths)
-
-
 # -- cost
 
 

@@ -117,8 +117,8 @@ class ContinuousBatching:
         # Tokens of its prompt, of prompt and completion, and of the completion, when it was last looked at.
         self.start, self.length, self.drawn = (torch.zeros(count, dtype=torch.long) for _ in range(3))
         self.begun = torch.zeros(count, dtype=torch.long)  # where the row's turn begins in its completion
-        state = (self.busy, self.paused, self.row, self.prompt_slot, self.start, self.length, self.drawn, self.begun)
-        self.by_slot = state  # what moves with a row
+        rows, sizes = (self.busy, self.paused, self.row, self.prompt_slot), (self.start, self.length, self.drawn)
+        self.by_slot = (*rows, *sizes, self.begun)  # what moves with a row
         self.unfinished = torch.zeros(engine.prompts.count, dtype=torch.long)  # rows of the prompt in each slot
         self.steps = 0  # taken in this call
         self.shape: DecodeShape | None = None  # None when rows have come, gone or moved
@@ -163,7 +163,7 @@ class ContinuousBatching:
                 break
             batch.append(prompt)
         context, logits = prefill_prompts(self.engine.model, batch, self.u.device)
-        slot = (self.unfinished == 0).nonzero()[: len(batch), 0]
+        slot = (self.unfinished == 0).nonzero()[: len(batch), 0]  # of prompts that no row reads any more
         self.unfinished[slot] = self.group
         context.copy(self.engine.prompts, slot.to(self.u.device))
         return PrefilledPrompts(first, slot, context.spans.end, logits)
@@ -219,6 +219,7 @@ class ContinuousBatching:
         columns, long = int(filled.max()), None
         if sizes.steps > 1:
             columns = min(sizes.columns(columns), limit)
+        # Exact sizes cost what the longest row asks for: a few long rows are computed apart if that is less.
         elif (shorter := shorter_columns(filled)) < columns:
             columns, long = shorter, self.long_rows(rows[filled > shorter], columns)
         shape = self.shape._replace(columns=columns)
@@ -253,6 +254,7 @@ class ContinuousBatching:
 
     def gather_rows(self, rows: int) -> int:
         """Rows that decode move into the first so many slots; one that waits in their place takes theirs."""
+        # A step computes the first so many slots, whichever rows are there: without moves, gaps would be computed too.
         source, target = compaction_moves(self.active, rows)
         if len(source):
             swapped = self.busy[target]
