@@ -101,6 +101,7 @@ def test_every_row_is_the_plain_loops(name, texts, choice, group_size, max_rows,
     """So no row depends on its neighbours, their order, or how many are decoded at once."""
     s = sampler(name=name, token_sampler=CHOICES[choice], max_rows=max_rows, max_new_tokens=new)
     assert_as_alone(s, texts, s.sample(problems(texts), group_size, key=KEY))
+    assert s.shared.engine is not None  # a fault of the slots would have the model decoded in its own cache
 
 
 @pytest.mark.parametrize("name", list(MODELS))
