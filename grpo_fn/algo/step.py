@@ -55,7 +55,7 @@ from grpo_fn.core.types import (
 
 Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
 Span = Callable[[str], AbstractContextManager[object]]
-MARKING = -1  # a child of the step's key beside those of the problems, whose uids are not negative
+TOKEN_MASK_KEY = -1  # folded into the step's key for token_mask; uids are not negative, so no problem shares it
 UNMOVED = Gains(kl=1.0, entropy=1.0)
 AT_THE_START = Carry(drawn=0, waiting=None, gains=UNMOVED)
 
@@ -69,7 +69,7 @@ def from_trainer(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
     """logp_old from the trainer's own forward pass: no sampler mismatch in the ratio.
 
     One more pass, unless the step has one update, whose own pass then gives it (`Algorithm.own_pass_suffices`).
-    The policy as it is before this step's first update: groups that waited a step count as its own.
+    It is computed with the weights before this step's first update, for groups carried over from the step before, too.
     """
     return policy.logp(rollout)
 
@@ -80,7 +80,7 @@ class Term(NamedTuple):
     batch: Batch
     objective: Objective
     weight: float
-    share: float = 0.0  # of the step, taken from the weight of the sampled rows
+    share: float = 0.0  # fraction of the loss; the sampled rows keep 1 - the sum of all shares
     sampled: bool = False  # by the policy; the others are given
 
     def loss(self, scores: Scores, *, batch: Batch, totals: Totals, gains: Gains) -> tuple[Tensor, dict[str, Tensor]]:
@@ -122,7 +122,7 @@ class Algorithm:
 
     @cached_property
     def own_pass_suffices(self) -> bool:
-        """Whether logp_old may be what the step's only update finds in its own pass, as no function reads it before."""
+        """Whether logp_old may come from the forward pass of the step's only update, as nothing reads it earlier."""
         from_own_pass = function_and_knobs(self.old_logp)[0] is from_trainer and self.epochs * self.minibatches == 1
         return from_own_pass and not (self.token_mask or self.reweighting)
 
@@ -199,7 +199,7 @@ def grpo_step(
         if teacher is not None:  # what it says is measured, whether or not something is learned from it
             scored.results["logp_teacher"] = teacher(groups, scored.rows("logp_old"))
         adv = token_advantages(scored, algo.credit)  # A
-        # With dropout, the pass that trains says something else than one that does not.
+        # With dropout, the forward pass of an update has other log-probs than a pass without gradients.
         own_pass = algo.own_pass_suffices and "logp_old" not in scored.results and not policy.dropout
         batch = learning_rows(scored, adv, algo, own_pass=own_pass, key=key)
         terms = [Term(batch, algo.objective, 1.0, sampled=True), *filter(None, (f(scored) for f in algo.beside))]
@@ -234,7 +234,7 @@ def learning_rows(
     batch = make_batch(rollout, torch.stack(keep).all(0), adv, old, *others)
     if algo.token_mask is None:
         return batch
-    selected = algo.token_mask(batch, row_keys(groups, prng.fold_in(key, MARKING)))
+    selected = algo.token_mask(batch, row_keys(groups, prng.fold_in(key, TOKEN_MASK_KEY)))
     check_tensor("step.Algorithm.token_mask", selected, tuple(batch.mask.shape), torch.bool)
     return batch._replace(selected=selected)
 

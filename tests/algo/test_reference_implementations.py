@@ -37,7 +37,7 @@ def samples(step: Step) -> list[list[reference.Sample]]:
     """The step as plain numbers; the variables are (row, column)."""
     (problems, rollout, reward), logp, old, ref, teacher, energy = step
     size = reward.value.shape[1]
-    keys = row_keys(step.groups, prng.fold_in(KEY, algorithm.MARKING))
+    keys = row_keys(step.groups, prng.fold_in(KEY, algorithm.TOKEN_MASK_KEY))
     luck = prng.uniform(keys, logp.shape[1], dtype=torch.float64, low=0.0, high=1.0)
 
     def sample(p: int, g: int) -> reference.Sample:

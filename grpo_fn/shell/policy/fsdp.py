@@ -144,7 +144,7 @@ class FSDPPolicy:
         self._average: WeightAverage | None = None
         self.entropy_teacher: ReferenceModel | None = None  # entropies of vjp are -KL(policy || its distribution)
         self._expected = 0  # pullbacks before the next update
-        self._owed = False  # gradients that copies of the model have not added up yet
+        self._unreduced = False  # whether replicas hold gradients that are not all-reduced yet
         self._data = data
         self._rank, self.devices = (0, 1) if data is None else (dist.get_rank(data), dist.get_world_size(data))
 
@@ -156,23 +156,23 @@ class FSDPPolicy:
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         """Scores of the batch's sampled tokens and the map `dscores -> theta.grad += J^T dscores`."""
         check_rows(batch.mask)
-        tokens, mask = self._dealt(batch.tokens), self._dealt(batch.mask)
-        with self.world.talking("forward"), self._noise():
-            local = self.logprob_model(tokens, mask, *self._taught(tokens, mask))
-            scores = Scores(*(self._gathered(x.detach(), len(batch.mask)) for x in local))
+        tokens, mask = self._local_rows(batch.tokens), self._local_rows(batch.mask)
+        with self.world.talking("forward"), self._seeded_dropout():
+            local = self.logprob_model(tokens, mask, *self._teacher_head(tokens, mask))
+            scores = Scores(*(self._all_rows(x.detach(), len(batch.mask)) for x in local))
 
         def pullback(dscores: Scores) -> None:
             if self._noted is not None:
                 self._noted.signals.append((batch, dscores))
-            # A zero cotangent is left out: the head then skips the entropy's share of the work. All ranks are shown
-            # the same one, and so leave out the same.
-            pairs = [(y, self._dealt(d) * self.scale) for y, d in zip(local, dscores, strict=True) if bool(d.any())]
-            last = self._counted()
-            if last and self._owed and not pairs:
+            # An all-zero cotangent is skipped, so that the head need not differentiate the entropy. All ranks see the same
+            # signal, and so skip alike.
+            pairs = [(y, self._local_rows(d) * self.scale) for y, d in zip(local, dscores, strict=True) if bool(d.any())]
+            last = self._is_last_pullback()
+            if last and self._unreduced and not pairs:
                 pairs = [(local[0], torch.zeros_like(local[0]))]
             if pairs:
-                self._owed = not last
-                with self.world.talking("backward"), self._dropping():
+                self._unreduced = not last
+                with self.world.talking("backward"), self._dropout_on():
                     torch.autograd.backward([y for y, _ in pairs], [d for _, d in pairs])
 
         return scores, pullback
@@ -192,10 +192,10 @@ class FSDPPolicy:
         return parts
 
     def set_accumulation_steps(self, parts: int) -> None:
-        """So many pullbacks come before the next update: copies of the model add their gradients up in the last."""
+        """Announce the number of pullbacks before the next update: replicas all-reduce gradients in the last one only."""
         self._expected = parts
 
-    def _counted(self) -> bool:
+    def _is_last_pullback(self) -> bool:
         """Whether this pullback is the last before the update, by `set_accumulation_steps`; sets FSDP2 accordingly."""
         self._expected -= 1
         last = self._expected <= 0
@@ -216,7 +216,7 @@ class FSDPPolicy:
         return None if self.reference_model is None else self.logp_under(self.reference_model, rollout)
 
     def logp_under(self, frozen: ReferenceModel, rollout: Rollout) -> Float[Tensor, "B T"]:
-        """Log-probs of the rollout's tokens under a frozen model that lies as the policy does."""
+        """Log-probs of the rollout's tokens under a frozen model that is sharded like the policy."""
         with frozen() as logprob_model:
             return self._logp(logprob_model, rollout)
 
@@ -235,8 +235,8 @@ class FSDPPolicy:
             mask = rollout.mask[some] & (rows >= 0)[:, None]
             width = int(lengths(mask).max())
             with self.world.talking("log-probs"):
-                values = score(self._dealt(rollout.tokens[some, :width]), self._dealt(mask[:, :width]))
-                out[:, :width].index_add_(0, some, self._gathered(values, len(rows)))
+                values = score(self._local_rows(rollout.tokens[some, :width]), self._local_rows(mask[:, :width]))
+                out[:, :width].index_add_(0, some, self._all_rows(values, len(rows)))
         return out
 
     def _parts(
@@ -289,7 +289,7 @@ class FSDPPolicy:
             "optimizer/overflows": float(self.skipped),
         }
 
-    def _taught(self, tokens: Tensor, mask: Tensor) -> list[HeadInput]:
+    def _teacher_head(self, tokens: Tensor, mask: Tensor) -> list[HeadInput]:
         if self.entropy_teacher is None:
             return []
         with self.entropy_teacher() as teacher:
@@ -308,7 +308,7 @@ class FSDPPolicy:
                 try:
                     yield self.logprob_model
                 finally:
-                    self.named_tensors()  # weights that are still gathered are the average's
+                    self.named_tensors()  # reshards: copies that are still gathered hold the average
 
         return averaged
 
@@ -385,7 +385,7 @@ class FSDPPolicy:
         self.scale, self.good_steps = counters["loss_scale"], counters["good_steps"]
 
     def make_moments(self, names: set[str]) -> None:
-        """Moments to be filled in: those of a step with gradients of zero at a learning rate of zero."""
+        """Allocate the optimizer's state by a step with zero gradients and zero learning rate; `restore` fills it in."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         for name, x in self.named_tensors().items():
@@ -393,13 +393,13 @@ class FSDPPolicy:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _dealt(self, rows: Tensor) -> Tensor:
+    def _local_rows(self, rows: Tensor) -> Tensor:
         """This rank's rows, as many on every rank; rows that are missing are empty ones."""
         missing = -len(rows) % self.devices
         return pad(rows, (0, 0, 0, missing))[self._rank :: self.devices] if self.devices > 1 else rows
 
-    def _gathered(self, local: Tensor, rows: int) -> Tensor:
-        """The inverse of `_dealt`: the rows of all ranks, in their order."""
+    def _all_rows(self, local: Tensor, rows: int) -> Tensor:
+        """The inverse of `_local_rows`: the rows of all ranks, in their order."""
         if self.devices == 1:
             return local
         everyone = [torch.empty_like(local) for _ in range(self.devices)]
@@ -407,7 +407,7 @@ class FSDPPolicy:
         return rearrange(everyone, "r k t -> (k r) t")[:rows]
 
     @contextmanager
-    def _noise(self) -> Iterator[None]:
+    def _seeded_dropout(self) -> Iterator[None]:
         """Adapter dropout on, drawn from (seed, pass, rank) and from nothing else, so that a resumed run repeats it."""
         self.passes += 1
         if not self.dropout_modules:
@@ -416,11 +416,11 @@ class FSDPPolicy:
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(hash((self.seed, self.updates, self.skipped, self.passes, self._rank)) % 2**63)
-            with self._dropping():
+            with self._dropout_on():
                 yield
 
     @contextmanager
-    def _dropping(self) -> Iterator[None]:
+    def _dropout_on(self) -> Iterator[None]:
         """Adapter dropout on. In the backward pass, too: a block that is computed again there draws what it drew."""
         for module in self.dropout_modules:
             module.train()

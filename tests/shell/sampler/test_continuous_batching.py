@@ -94,10 +94,10 @@ def test_rows_that_have_drawn_far_more_attend_apart(name: str, monkeypatch: pyte
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=60))
 def test_a_second_computation_is_the_cheapest_split_or_none(drawn: list[int]) -> None:
     found, longest = decode_step.shorter_columns(torch.tensor(drawn)), max(drawn)
-    costs = {c: len(drawn) * c + decode_step.GATHERED * longest * sum(n > c for n in drawn) for c in drawn}
+    costs = {c: len(drawn) * c + decode_step.GATHER_COST * longest * sum(n > c for n in drawn) for c in drawn}
     saved = costs[longest] - min(costs.values())
     assert found == longest or costs[found] == min(costs.values())
-    assert (found < longest) is (saved > max(decode_step.SPARED, costs[longest] // 4))
+    assert (found < longest) is (saved > max(decode_step.MIN_SAVED, costs[longest] // 4))
 
 
 @COSTLY

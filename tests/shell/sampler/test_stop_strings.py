@@ -42,7 +42,7 @@ def check(known: PreTrainedTokenizerBase, size: int, tokens: list[int], stop: tu
     expected, found = everywhere(known, tokens, stop), 0
     for begin in range(0, len(tokens), step):  # as many at once as are drawn between two looks
         seen = tokens[: begin + step]
-        (found,) = stops.first([seen], [len(seen) - begin])
+        (found,) = stops.stop_lengths([seen], [len(seen) - begin])
         if found:
             break
     assert found == expected
@@ -77,7 +77,7 @@ def test_with_a_vocabulary_of_pieces(
 
 
 def test_a_character_spelt_by_bytes_behind_another_one_is_a_stop_string() -> None:
-    assert Stops(pieced(("a",)), ("é",), 300).first([[*"…é".encode(), 256]], [6]) == [5]
+    assert Stops(pieced(("a",)), ("é",), 300).stop_lengths([[*"…é".encode(), 256]], [6]) == [5]
 
 
 def test_most_tokens_are_not_suspect() -> None:

@@ -34,8 +34,8 @@ from grpo_fn.shell.model.attention import (
 from grpo_fn.shell.sampler.interface import TokenSampler
 from grpo_fn.shell.sampler.local.joined_projections import relink
 
-GATHERED = 3  # columns read of a row whose keys and values are gathered first: once more each, and written
-SPARED = 2048  # columns of single rows, at least, that a second computation has to save
+GATHER_COST = 3  # memory passes over a column of a row that is gathered first: read, written, read again
+MIN_SAVED = 2048  # columns, summed over rows, that a second attention call has to save to be worth it
 
 
 class KVCache:
@@ -48,7 +48,7 @@ class KVCache:
     def of(self, layer: int, key: Float[Tensor, "_ H _ D"], value: Float[Tensor, "_ H _ E"]) -> tuple[Tensor, Tensor]:
         """The layer's buffers, for keys and values like these."""
         if layer not in self.layers:
-            # Zeros: what a row does not see counts nothing, but nothing times NaN is NaN.
+            # Zeros, as masked entries have weight 0, but 0 * NaN is NaN.
             self.layers[layer] = tuple(
                 x.new_zeros(self.count, x.shape[1], self.columns, x.shape[3]) for x in (key, value)
             )
@@ -192,13 +192,13 @@ class LongRows(NamedTuple):
 
 
 def shorter_columns(drawn: Int[Tensor, "n"]) -> int:
-    """Columns for all rows, if attention over them, and over all columns for the rows that have more, costs least."""
+    """The number of columns at which attention over all rows, and once more over the longer rows, costs least."""
     ordered = drawn.sort().values
     longer = torch.arange(len(drawn) - 1, -1, -1)
-    cost = len(drawn) * ordered + GATHERED * longer * ordered[-1]
+    cost = len(drawn) * ordered + GATHER_COST * longer * ordered[-1]
     shorter = int(ordered[cost.argmin()])
     whole = len(drawn) * int(ordered[-1])
-    return shorter if whole - int(cost.min()) > max(SPARED, whole // 4) else int(ordered[-1])
+    return shorter if whole - int(cost.min()) > max(MIN_SAVED, whole // 4) else int(ordered[-1])
 
 
 class KVView(NamedTuple):
@@ -349,7 +349,7 @@ class DecodeAttention:
 
 
 def put_entries(buffer: Float[Tensor, "S H C D"], places: Int[Tensor, "_"], new: Float[Tensor, "n H 1 D"]) -> None:
-    """One new entry for each of the first slots. Those that are parts of a larger product are not copied before."""
+    """Write one new entry for each of the first slots; views into a larger product are written without a copy."""
     n, heads, _, size = new.shape
     flat = buffer.view(-1, size)
     if 1 in (n, heads) or new.stride(0) == heads * new.stride(1):
@@ -384,9 +384,11 @@ class Stops:
         # of the SentencePiece kind drop a leading space.
         self.tail = max((len(s.encode()) for s in stop), default=0) + 1
 
-    def first(self, completions: Sequence[list[int]], unseen: Sequence[int]) -> list[int]:
-        """How long each completion is when a stop string is in it, of which all but the last `unseen` are known not to
-        complete one; 0 for those in which none is."""
+    def stop_lengths(self, completions: Sequence[list[int]], unseen: Sequence[int]) -> list[int]:
+        """The length of each completion up to its first stop string, 0 without one.
+
+        Only its last `unseen` tokens are searched: the earlier ones are known to complete none.
+        """
         lengths = [0] * len(completions)
         ends = [
             (row, t + 1)
@@ -706,9 +708,9 @@ class DecodeEngine:
         self.kept, self.versions = size * keeps, weight_versions(self.model)
 
     def free_bytes(self, device: torch.device) -> float:
-        """Bytes that the buffers may hold meanwhile: what the most that was ever allocated leaves, a margin apart.
+        """Bytes that idle buffers may keep: the memory budget less the peak allocation and a margin.
 
-        Before anything was trained, whose peak that would be, a share of the device.
+        Before the first training step, when that peak is unknown, they are a fixed share of the device.
         """
         if not self.trained:
             return KEEP * memory_budget(device)

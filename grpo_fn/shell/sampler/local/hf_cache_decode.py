@@ -96,5 +96,5 @@ def cache_keyword(model: nn.Module) -> str:
 
 def ends_with_stop(tokens: Tensor, stops: Stops) -> Tensor:
     """Rows whose last token completes a stop string."""
-    lengths = stops.first(tokens.tolist(), [1] * len(tokens)) if stops.stop else [0] * len(tokens)
+    lengths = stops.stop_lengths(tokens.tolist(), [1] * len(tokens)) if stops.stop else [0] * len(tokens)
     return torch.tensor(lengths, device=tokens.device) > 0
