@@ -164,9 +164,10 @@ class FSDPPolicy:
         def pullback(dscores: Scores) -> None:
             if self._noted is not None:
                 self._noted.signals.append((batch, dscores))
-            # An all-zero cotangent is skipped, so that the head need not differentiate the entropy. All ranks see the same
-            # signal, and so skip alike.
-            pairs = [(y, self._local_rows(d) * self.scale) for y, d in zip(local, dscores, strict=True) if bool(d.any())]
+            # An all-zero cotangent is skipped, so that the head need not differentiate the entropy; all ranks see the
+            # same signal, and so skip alike.
+            both = zip(local, dscores, strict=True)
+            pairs = [(y, self._local_rows(d) * self.scale) for y, d in both if bool(d.any())]
             last = self._is_last_pullback()
             if last and self._unreduced and not pairs:
                 pairs = [(local[0], torch.zeros_like(local[0]))]
@@ -192,7 +193,7 @@ class FSDPPolicy:
         return parts
 
     def set_accumulation_steps(self, parts: int) -> None:
-        """Announce the number of pullbacks before the next update: replicas all-reduce gradients in the last one only."""
+        """Announce how many pullbacks come before the next update: replicas all-reduce gradients in the last."""
         self._expected = parts
 
     def _is_last_pullback(self) -> bool:
@@ -385,7 +386,7 @@ class FSDPPolicy:
         self.scale, self.good_steps = counters["loss_scale"], counters["good_steps"]
 
     def make_moments(self, names: set[str]) -> None:
-        """Allocate the optimizer's state by a step with zero gradients and zero learning rate; `restore` fills it in."""
+        """Allocate the optimizer's state by a step with zero gradients at a learning rate of zero."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         for name, x in self.named_tensors().items():

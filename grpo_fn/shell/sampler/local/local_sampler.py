@@ -303,7 +303,8 @@ class ContinuousBatching:
         live, there = self.engine.live, slot.to(self.u.device)
         live.suspect[there] = False
         rows = zip(live.tokens[there].tolist(), drawn[slot].tolist(), strict=True)
-        lengths = self.options.stops.stop_lengths([row[:n] for row, n in rows], (drawn[slot] - self.drawn[slot]).tolist())
+        unseen = (drawn[slot] - self.drawn[slot]).tolist()
+        lengths = self.options.stops.stop_lengths([row[:n] for row, n in rows], unseen)
         hit, at = slot[[n > 0 for n in lengths]], torch.tensor([n for n in lengths if n], dtype=torch.long)
         drawn[hit], ended[hit], stopped[hit] = at, True, True
         live.ended[hit.to(self.u.device)] = True
