@@ -109,7 +109,7 @@ def read_evaluation(path: Path, match: str) -> ComparedRun:
         file = path / "eval" / f"step_{steps[-1]}.jsonl"
     counts: Counter[tuple[str, str]] = Counter()
     rows: dict[Key, dict[str, Any]] = {}
-    for number, row in enumerate(rollout_store.load_evaluation(file), start=1):
+    for number, row in enumerate(rollout_store.load_rows(file), start=1):
         if absent := [name for name in ("uid", "prompt", "answer", "scores", "text") if name not in row]:
             raise ValueError(f"{file}: got row {number} without {', '.join(absent)}, expected rows of an evaluation")
         alike = (str(row["uid"]) if match == "uid" else row["prompt"], row["answer"])

@@ -296,7 +296,7 @@ def same_samples(out: Path, pairing: Pairing, done: RunMetrics, arm: str) -> dic
 
     def samples(path: Path) -> dict[tuple[int, int], list[int]]:
         """(problem, sample) -> the tokens of prompt and completion, of a step's file."""
-        return {(row["uid"], row["g"]): row["tokens"] for row in rollout_store.load_rollouts(path)}
+        return {(row["uid"], row["g"]): row["tokens"] for row in rollout_store.load_rows(path)}
 
     shares: dict[int, list[float]] = {}
     for seed in pairing.seeds:

@@ -164,7 +164,7 @@ def stored_groups(run: Path, step: int) -> tuple[str, Groups]:
     steps = rollout_store.rollout_steps(root) if root.is_dir() else []
     if step not in steps:
         raise ValueError(f"got --step {step}, expected one whose rollout is stored: {steps or 'none is'}")
-    return str(config), rollout_store.groups_from_rows(rollout_store.load_rollouts(root / f"step_{step:06d}.jsonl.gz"))
+    return str(config), rollout_store.groups_from_rows(rollout_store.load_rows(root / f"step_{step:06d}.jsonl.gz"))
 
 
 def preset_names() -> list[str]:

@@ -64,7 +64,7 @@ def load_stored_rollout(run_dir: Path, step: int, width: int) -> StoredRollout |
     """
     path = run_dir / "rollouts" / f"step_{step:06d}.jsonl.gz"
     try:
-        rows = rollout_store.load_rollouts(path)
+        rows = rollout_store.load_rows(path)
         groups = rollout_store.groups_from_rows(rows)
         rollout = pad_rollout(groups.rollout, max(width, groups.rollout.tokens.shape[1]))
         return StoredRollout(groups._replace(rollout=rollout), rows)

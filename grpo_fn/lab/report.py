@@ -140,7 +140,7 @@ def newest_samples(root: Path) -> tuple[int | None, list[dict[str, Any]]]:
 
     for step in reversed(rollout_store.rollout_steps(root) if root.is_dir() else []):
         try:
-            return step, rollout_store.load_rollouts(root / f"step_{step:06d}.jsonl.gz")
+            return step, rollout_store.load_rows(root / f"step_{step:06d}.jsonl.gz")
         except FileNotFoundError:
             continue
     return None, []

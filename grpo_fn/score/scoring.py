@@ -20,8 +20,8 @@ from grpo_fn.config.resolve import bind_function
 from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.json_lines import json_object
 from grpo_fn.core.problem import LIMITS, Completion, Problem, RewardFn, Turn, verdict_name
-from grpo_fn.shell.reward_workers.reward_pool import RETURNED_NONE, Outcome, RewardError, RewardPool
-from grpo_fn.shell.reward_workers.worker_pool import BegunCall
+from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
+from grpo_fn.shell.reward_workers.worker_pool import RETURNED_NONE, BegunCall, Outcome
 from grpo_fn.trainer.requirements import check_sandboxes
 
 # -- JSON lines as a stream

@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from grpo_fn.core.problem import Completion, Problem, RewardFn
-from grpo_fn.shell.reward_workers.reward_pool import RETURNED_NONE, RewardPool
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.shell.reward_workers.worker_pool import RETURNED_NONE
 from grpo_fn.testing import texts
 from grpo_fn.testing.harness import UNSHRUNK, check_claim, for_all, simplest_example
 from grpo_fn.testing.texts import TextRow

@@ -21,7 +21,6 @@ from grpo_fn.core.json_lines import DIGESTS
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Rollout, RunState
 from grpo_fn.shell.atomic_io import append_json, write_json
-from grpo_fn.shell.checkpoint.async_saver import Retention
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
 from grpo_fn.shell.checkpoint.store import prune
 from grpo_fn.shell.episodes.episode_rows import recorded_episodes
@@ -321,8 +320,16 @@ def save_checkpoint(run: TrainingRun, progress: Progress, loggers: RunLoggers) -
     progress.ahead = run.sampler.drain()
     blobs, meta = packed_progress(progress, run.policy, run.settings.lora)
     how = run.settings.checkpoints
-    kept = Retention(how.keep_last, how.keep_best, BEST, {**progress.scores}, [*progress.pending])
-    loggers.saver.save(progress.state.step, tensors=run.policy.tensors(), blobs=blobs, meta=meta, keep=kept)
+    clean_up = partial(
+        prune,
+        loggers.saver.root,
+        keep_last=how.keep_last,
+        keep_best=how.keep_best,
+        metric=BEST,
+        scores={**progress.scores},
+        spare=[*progress.pending],
+    )
+    loggers.saver.save(progress.state.step, tensors=run.policy.tensors(), blobs=blobs, meta=meta, prune=clean_up)
     progress.saved = progress.state.step
 
 

@@ -23,7 +23,7 @@ from grpo_fn.shell.atomic_io import append_json
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.console import Console
-from grpo_fn.shell.logging.metrics_writer import AsyncWriter, MetricsWriter, MirrorWriter, rewind
+from grpo_fn.shell.logging.metrics_writer import AsyncWriter, MetricsWriter, MirrorWrite, rewind
 from grpo_fn.shell.logging.stopwatch import Profiler, Stopwatch, is_due
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import choose_kernel
@@ -42,7 +42,7 @@ P = ParamSpec("P")
 Row = dict[str, str]
 Findings = tuple[list[health.HealthFinding], list[health.HealthFinding]]  # what warns, and what ends the run
 
-JUDGE_METRICS = {  # by field of reward_pool.JudgeCost
+JUDGE_METRICS = {  # by key of RewardPool.costs
     **{name: f"judge/{name}" for name in ("requests", "retries", "prompt_tokens", "completion_tokens")},
     **{name: f"judge/{name}" for name in ("failures", "unreadable")},
     "seconds": "time/judge_requests",
@@ -87,7 +87,8 @@ class RunLoggers:
 def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool) -> RunLoggers:
     """The run's console, writer and saver; the latter is the only one that every rank has."""
     run_dir, main = run.run_dir, run.world.main
-    mirrors: list[MirrorWriter] = []  # one, on the main rank; it opens before the writer, whose events it may follow
+    # One, on the main rank; it opens before the writer, whose events it may follow.
+    mirrors: list[MirrorWrite | None] = []
     opened = run.settings.logging.mirror(run_dir)
     run.world.agree(lambda: mirrors.append(stack.enter_context(opened)), what="opening the mirror")
     if main:
@@ -127,7 +128,7 @@ def stop_requested(run: TrainingRun, loggers: RunLoggers) -> bool:
     return any(requested)
 
 
-def open_writer(run_dir: Path, world: World, mirror: MirrorWriter, *, start_step: int) -> AsyncWriter:
+def open_writer(run_dir: Path, world: World, mirror: MirrorWrite | None, *, start_step: int) -> AsyncWriter:
     """The run's metrics and events, written beside the training."""
     writer = MetricsWriter(run_dir, start_step=start_step, mirror=mirror)
     return AsyncWriter(writer, deadline=min(world.deadline, LOG))

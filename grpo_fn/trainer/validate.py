@@ -28,7 +28,7 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import check_attention, check_attention_choice
 from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.policy import memory_estimate
-from grpo_fn.shell.reward_workers.reward_pool import Loss, RewardError, RewardPool
+from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
 from grpo_fn.shell.world import find_device
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.plan import ValidatedPlan
@@ -452,14 +452,14 @@ def try_rewards(knob: str, fns: Sequence[RewardFn], problem: Problem, make_pool:
         names = [name for name in own_functions(fn) if not name.startswith("grpo_fn.")]
         if not names:
             continue
-        lost: list[Loss] = []
         with make_pool() as pool:
+            stops, pool.stop_on_error = pool.stop_on_error, False
             try:
-                pool.judge(fn, [problem] * len(texts), texts, report=lost.append)
+                outcomes = pool.judge(fn, [problem] * len(texts), texts)
             except RewardError as error:  # no worker could load it
                 raise ValueError(f"{knob}: {error}") from error
-        raised = [loss for loss in lost if loss.cause == "exceptions"]
-        if raised and (pool.stop_on_error or len(raised) == len(texts)):
+        raised = [outcome for outcome in outcomes if outcome.cause == "exceptions"]
+        if raised and (stops or len(raised) == len(texts)):
             reason = raised[0].reason
             raise ValueError(
                 f"{knob}: {', '.join(names)}, called with problem {problem.uid} and a toy completion: {reason}"

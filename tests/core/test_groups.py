@@ -12,7 +12,7 @@ from grpo_fn.core.checksums import rollout_checksums
 from grpo_fn.core.problem import LIMITS, Problem, Turn, transcript
 from grpo_fn.core.types import Rollout
 from grpo_fn.rewards.combine import completions_of
-from grpo_fn.shell.logging.rollout_store import groups_from_rows, load_rollouts, store_rollouts
+from grpo_fn.shell.logging.rollout_store import groups_from_rows, load_rows, store_rollouts
 
 turns = st.builds(
     Turn,
@@ -66,7 +66,7 @@ def test_stored_episodes_come_back(rollout: Rollout, value: float) -> None:
     with TemporaryDirectory() as folder:
         asked = [Problem(uid, "?", "", {}) for uid in range(rows)]
         store_rollouts(Path(folder), 1, asked, 1, rollout, reward, grid, keep=1)
-        got = groups_from_rows(load_rollouts(Path(folder) / "step_000001.jsonl.gz")).rollout
+        got = groups_from_rows(load_rows(Path(folder) / "step_000001.jsonl.gz")).rollout
     assert got.turns == rollout.turns
     assert rollout_checksums(got) == rollout_checksums(rollout)
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from grpo_fn.core import sampling
-from grpo_fn.shell.logging.metrics_writer import MirrorWriter
 from grpo_fn.shell.sampler.interface import SamplerContext, SamplerOptions
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, local
 
@@ -45,8 +44,8 @@ def three_likeliest(token_sampler: Any, logits: Tensor, u: Tensor) -> tuple[Tens
 
 
 @contextmanager
-def noting(run_dir: Path) -> Iterator[MirrorWriter]:
+def noting(run_dir: Path) -> Iterator[None]:
     """A mirror: every opening of one leaves a line with the rank that opened it."""
     with (run_dir / "openings").open("a") as file:
         file.write(f"rank {os.environ['RANK']}\n")
-    yield MirrorWriter()
+    yield

@@ -51,7 +51,7 @@ def levels(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def uids_asked(run: Path, step: int) -> list[int]:
-    rows = rollout_store.load_rollouts(run / "rollouts" / f"step_{step:06d}.jsonl.gz")
+    rows = rollout_store.load_rows(run / "rollouts" / f"step_{step:06d}.jsonl.gz")
     return [*dict.fromkeys(row["uid"] for row in rows)]
 
 

@@ -127,7 +127,7 @@ def test_a_reward_that_always_kills_its_worker_is_counted_and_the_run_goes_on(ca
     assert over.code == 0, over.everything()
     rows = metrics(tmp_path / "run")
     for row in rows[1:]:
-        stored = rollout_store.load_rollouts(tmp_path / "run" / "rollouts" / f"step_{row['step']:06d}.jsonl.gz")
+        stored = rollout_store.load_rows(tmp_path / "run" / "rollouts" / f"step_{row['step']:06d}.jsonl.gz")
         halves = (stored[:2], stored[2:])  # each rank scores one, and a text that comes twice only once
         assert row["reward/worker_crashes"] == sum(len({x["text"] for x in half}) for half in halves)
         assert (row["reward/invalid"], row["train/skipped_step"]) == (1.0, 1.0)

@@ -73,7 +73,7 @@ def test_episodes_of_a_run_file_go_through_two_steps(name: str, model: Path, tmp
     assert len(rows) == 3
     assert all(row["episode/environment_failures"] == row["reward/invalid"] == 0 for row in rows[1:])
     assert all(0 <= row["eval/accuracy"] <= 1 for row in rows)
-    stored = rollout_store.load_rollouts(tmp_path / "run" / "rollouts" / "step_000001.jsonl.gz")
+    stored = rollout_store.load_rows(tmp_path / "run" / "rollouts" / "step_000001.jsonl.gz")
     assert len(stored) == 4
     assert all(row["turns"] for row in stored), json.dumps(stored)[:500]
     kwargs = load_config([f"run/{name}.gin"], ["MODEL='x'", "DATA='x'"]).kwargs()
@@ -125,7 +125,7 @@ def test_rows_come_once_each_and_as_they_were_published(model: Path, tmp_path: P
     assert all(row["reward/invalid"] == 0 for row in metrics(tmp_path / "run")[1:])
     folder = tmp_path / "run" / "rollouts"
     files = [folder / f"step_{n:06d}.jsonl.gz" for n in rollout_store.rollout_steps(folder)]
-    seen = [row for file in files for row in rollout_store.load_rollouts(file)]
+    seen = [row for file in files for row in rollout_store.load_rows(file)]
     assert len(seen) == 2 * len({row["uid"] for row in seen}) == 2 * steps * prompts
     rows = [json.loads(line) for line in (published("gsm8k") / "train.jsonl").read_text().splitlines()]
     asked = {(row["prompt"].partition("\nPlease reason")[0], row["answer"]) for row in seen}

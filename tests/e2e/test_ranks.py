@@ -26,9 +26,7 @@ APART = 5e-6
 def rollouts(run: Path) -> dict[int, list[dict[str, Any]]]:
     """The rows of every step."""
     folder = run / "rollouts"
-    return {
-        n: rollout_store.load_rollouts(folder / f"step_{n:06d}.jsonl.gz") for n in rollout_store.rollout_steps(folder)
-    }
+    return {n: rollout_store.load_rows(folder / f"step_{n:06d}.jsonl.gz") for n in rollout_store.rollout_steps(folder)}
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

@@ -162,7 +162,7 @@ def test_weights_that_lie_on_the_host_make_the_same_run(recipe: Recipe, model: P
         (folder := tmp_path / name).mkdir()
         assert finish([*small(recipe, model, folder), *more], folder / "out") == 0, (folder / "out").read_text()
         files = sorted((folder / "run" / "rollouts").glob("step_*"))
-        rows = [row for file in files for row in rollout_store.load_rollouts(file)]
+        rows = [row for file in files for row in rollout_store.load_rows(file)]
         sampled = [(row["uid"], row["tokens"], row["reward"]) for row in rows]
         runs.append((sampled, metrics(folder / "run")[-1]["loss/grad_norm"]))
     assert runs[0][0] == runs[1][0]

@@ -95,7 +95,7 @@ def test_the_phases_of_a_step_add_up_to_its_time(whole: Path) -> None:
 
 
 def test_what_was_sampled_is_stored_with_its_rewards(whole: Path) -> None:
-    rows = rollout_store.load_rollouts(whole / "rollouts" / "step_000003.jsonl.gz")
+    rows = rollout_store.load_rows(whole / "rollouts" / "step_000003.jsonl.gz")
     assert len(rows) == 16
     measured = metrics(whole)[3]
     assert sum(row["reward"] for row in rows) / 16 == pytest.approx(measured["reward/mean"])

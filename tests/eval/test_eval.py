@@ -63,7 +63,7 @@ def of_training(run: Path, step: int) -> dict[str, float]:
 def test_training_leaves_every_answer_it_was_measured_by(trained: Path) -> None:
     assert rollout_store.evaluation_steps(trained / "eval") == STEPS
     for step in STEPS:
-        rows = rollout_store.load_evaluation(trained / "eval" / f"step_{step}.jsonl")
+        rows = rollout_store.load_rows(trained / "eval" / f"step_{step}.jsonl")
         assert len(rows) == 16
         said = of_training(trained, step)
         assert said.keys() >= {"eval/accuracy", "eval/digits", "eval/pass@1", "eval/pass@3", "eval/maj@3"}
@@ -299,7 +299,7 @@ def test_math_by_level_and_subject_with_samples(random_model: Path, tmp_path: Pa
     flags = ["--gin_file", "eval/math500.gin", "--gin_file", "eval/samples.gin"]
     changes = {"DATA": published("math"), "EVAL_PROBLEMS": 30, "MAX_NEW_TOKENS": 4, "SAMPLES": 2, "KS": "(1, 2)"}
     results = measured(random_model, tmp_path / "out", *flags, **changes)
-    rows = rollout_store.load_evaluation(tmp_path / "out" / "samples.jsonl")
+    rows = rollout_store.load_rows(tmp_path / "out" / "samples.jsonl")
     published_rows = [json.loads(line) for line in (published("math") / "math500.jsonl").read_text().splitlines()]
     places = [[row["answer"] for row in published_rows].index(row["answer"]) for row in rows]
     assert len({*places}) >= 25, "a few answers come twice"

@@ -189,7 +189,7 @@ json_values = st.recursive(
 def test_rows_come_back_as_they_were(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     rollout_store.write_evaluation_rows(path, rows)
-    assert rollout_store.load_evaluation(path) == rows
+    assert rollout_store.load_rows(path) == rows
     assert [*path.parent.iterdir()] == [path]
 
 

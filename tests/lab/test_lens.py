@@ -153,7 +153,7 @@ def test_every_preset_and_every_token_of_a_stored_step_is_on_a_page(whole: Path,
     assert any("Where they disagree" in text for text in page.texts)
     assert not [text for text in page.texts if "</" in text], "markup that is shown as text"
     shown = TokenReader(tokens.read_text())
-    rows = rollout_store.load_rollouts(whole / "rollouts" / "step_000004.jsonl.gz")
+    rows = rollout_store.load_rows(whole / "rollouts" / "step_000004.jsonl.gz")
     assert len(shown.tokens) == sum(row["length"] for row in rows)
     assert {"dlogp", "entropy, nats"} <= {attrs.get("data-name") for _, attrs in shown.tags}
 
@@ -169,7 +169,7 @@ def test_on_policy_the_presets_without_a_clip_of_their_own_agree_on_direction(wh
 
 
 def test_a_stored_step_comes_back_as_it_was(whole: Path) -> None:
-    rows = rollout_store.load_rollouts(whole / "rollouts" / "step_000003.jsonl.gz")
+    rows = rollout_store.load_rows(whole / "rollouts" / "step_000003.jsonl.gz")
     groups = rollout_store.groups_from_rows(rows)
     assert groups.reward.value.shape == (4, 4)
     for b, row in enumerate(rows):

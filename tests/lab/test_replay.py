@@ -95,7 +95,7 @@ def change_line(run: Path, step: int, **changes: Any) -> None:
 
 def change_row(run: Path, step: int, change: Callable[[list[dict[str, Any]]], None]) -> None:
     path = run / "rollouts" / f"step_{step:06d}.jsonl.gz"
-    rows = rollout_store.load_rollouts(path)
+    rows = rollout_store.load_rows(path)
     change(rows)
     path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
 
@@ -215,7 +215,7 @@ def test_another_seed(copied: Path, replayed: Replayed) -> None:
 
 def test_other_tokens_are_named_with_both(copied: Path, whole: Path, replayed: Replayed) -> None:
     """The model of the run, its sampling key and what it learned: all but one token of the recorded step."""
-    stored = rollout_store.load_rollouts(copied / "rollouts" / "step_000005.jsonl.gz")[6]
+    stored = rollout_store.load_rows(copied / "rollouts" / "step_000005.jsonl.gz")[6]
     place = stored["mask"].index(1) + 1
     was = stored["tokens"][place]
 
@@ -300,7 +300,7 @@ def test_another_reward_is_named_with_both(copied: Path, replayed: Replayed) -> 
     code, said = replayed(copied, 6)
     assert code == 1
     assert "first difference: step 6, rewards: the rollout in" in said
-    now = rollout_store.load_rollouts(copied / "rollouts" / "step_000006.jsonl.gz")[9]["reward"]
+    now = rollout_store.load_rows(copied / "rollouts" / "step_000006.jsonl.gz")[9]["reward"]
     assert f"row 9 (problem 22, sample 1), reward in rollouts/: {now} recorded, {now - 2} now" in said
     code, said = replayed(copied, 6, "--use_stored_rollout")
     assert code == 1

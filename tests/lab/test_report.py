@@ -102,7 +102,7 @@ def test_hostile_samples_are_text_and_nothing_is_fetched(
     whole: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"prompt": HOSTILE, "text": HOSTILE * 99, "answer": "1", "reward": None, "advantage": None}]
-    monkeypatch.setattr(rollout_store, "load_rollouts", lambda path: rows)
+    monkeypatch.setattr(rollout_store, "load_rows", lambda path: rows)
     page = report([other], tmp_path)
     assert "<script>alert(1)</script>" in page.text
     assert "script" not in page.tags
@@ -117,7 +117,7 @@ def test_no_control_character_of_a_sample_a_warning_or_a_name_is_on_the_page(
     """Such as reverse the direction of what follows, or move the cursor where the page is printed."""
     text = f"before{code}after"
     rows = [{"prompt": text, "text": text, "answer": text, "reward": 1.0, "advantage": 0.5}]
-    monkeypatch.setattr(rollout_store, "load_rollouts", lambda path: rows)
+    monkeypatch.setattr(rollout_store, "load_rows", lambda path: rows)
     with open(other / "log.txt", "a", encoding="utf-8") as log:
         log.write(f"2026-01-31 12:00:00 health, invalid_high: {text}\n")
     renamed = other.rename(tmp_path / f"run{code}name") if code != "\x00" else other

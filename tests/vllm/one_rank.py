@@ -41,7 +41,7 @@ def measure(world: World, folder: str, tensor_parallel: int) -> dict[str, Any]:
         case, spread, gaps = Case(model, context, sampler), DataParallelSampler(sampler, world), []
         for seed in (1, 2):
             refill(model, seed)
-            receipt = sampler.engine.push_weights(export_weights(case.policy(), context), version=seed)
+            held = sampler.engine.push_weights(export_weights(case.policy(), context), version=seed)
             rollout = spread.sample(asked(TEXTS), 3, key=KEY)
             gaps.append(case.gap(rollout))
         turns = replace(
@@ -67,8 +67,7 @@ def measure(world: World, folder: str, tensor_parallel: int) -> dict[str, Any]:
             "engines": spread.engines,
             "completions": completions(rollout),
             "truncated": rollout.truncated.tolist(),
-            "held": str(receipt.held),
-            "sent": str(receipt.sent),
+            "held": str(held),
             "stale": lost_on(world, world.size - 1, case),
         }
     total = torch.ones(1)

@@ -12,8 +12,7 @@ each, not 52), and in a process the first checkpoint takes 6 to 11 s.
 import errno
 import os
 import secrets
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -40,23 +39,6 @@ Written = tuple[list[WriteResult], dict[str, Entry]]  # where the pieces lie, an
 OVERHEAD = 2**11  # bytes of a file that a tensor needs besides its own, at most
 
 
-class Retention(NamedTuple):
-    """Which checkpoints `store.prune` leaves."""
-
-    keep_last: int
-    keep_best: int
-    metric: str
-    scores: Mapping[int, float] | None = None
-    spare: Collection[int] = ()
-
-
-class SaveTiming(NamedTuple):
-    """How long a checkpoint held up the training, in seconds."""
-
-    waited: float  # until the one before was written
-    staged: float  # while this one was copied
-
-
 @dataclass(frozen=True)
 class SaveJob:
     """A checkpoint on its way to the disk."""
@@ -66,7 +48,7 @@ class SaveJob:
     step: int
     size: int  # bytes of tensors
     meta: Mapping[str, Any]
-    keep: Retention | None
+    prune: Callable[[], object] | None
     files: dict[str, bytes] = field(default_factory=dict)  # the blobs, on the main rank
 
     def bytes_needed(self) -> int:
@@ -105,9 +87,9 @@ class AsyncSaver(AbstractContextManager):
         tensors: Mapping[str, Tensor],
         blobs: Mapping[str, Any],
         meta: Mapping[str, Any],
-        keep: Retention | None = None,
-    ) -> SaveTiming:
-        """Copy what `root/step_N` is to hold and return; it is written meanwhile, and the others pruned after it.
+        prune: Callable[[], object] | None = None,
+    ) -> None:
+        """Copy what `root/step_N` is to hold and return; it is written meanwhile, and then the main rank calls `prune`.
 
         At every moment the folder is absent, as it was, or complete. `tensors` (on every rank its own part of a
         DTensor; a plain tensor is the same on all) may change as soon as this returns. `blobs` are plain containers,
@@ -115,12 +97,10 @@ class AsyncSaver(AbstractContextManager):
         Raises, on every rank, ValueError or Elsewhere for blobs that would not come back as they are, NoSpace when
         the disk is full, and what `wait` raises of the checkpoint before; those saved before stay as they were.
         """
-        start = time.perf_counter()
         self.wait()
-        free = time.perf_counter()
         size = sum(t.numel() * t.element_size() + OVERHEAD for t in tensors.values())
         folder = store.temporary_name(self.root, "tmp", step, self._owner)
-        job = SaveJob(self.root / f"step_{step}", folder, step, size, finite_or_none(meta), keep)
+        job = SaveJob(self.root / f"step_{step}", folder, step, size, finite_or_none(meta), prune)
         try:
             self._prepare(job, tensors, blobs)
             self._stage(job, tensors)
@@ -129,7 +109,6 @@ class AsyncSaver(AbstractContextManager):
             raise
         self._step = step
         self._writing = self._worker.submit(self._write, job, what=f"the checkpoint of step {step}")
-        return SaveTiming(waited=free - start, staged=time.perf_counter() - free)
 
     @property
     def failed(self) -> bool:
@@ -218,8 +197,8 @@ class AsyncSaver(AbstractContextManager):
         hashed[tensor_shards.INDEX] = entry(job.folder / tensor_shards.INDEX)
         seal(job.folder, job.step, job.meta, hashed)
         store.commit(job.folder, job.step)
-        if job.keep is not None:
-            store.prune(self.root, **job.keep._asdict())
+        if job.prune is not None:
+            job.prune()
 
     def _discard(self) -> None:
         if self.world.main:

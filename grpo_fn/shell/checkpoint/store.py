@@ -1,9 +1,12 @@
 """Checkpoints that are whole or absent: folders `step_N` with a manifest of hashes, renamed into place when complete.
 
-`async_saver.py` writes them; here is what is done with them on the disk. `root` is the folder that holds them. Inside
-it, names with a leading dot are unfinished business of one process, the main rank's: `.tmp-step_N-OWNER` is being
-written, `.old-step_N-OWNER` is being replaced, `.gone-step_N-OWNER` is being deleted. OWNER is its process id and, of
-what is written, a word that no other process says: a rank of a job that died cannot write into the next one's folder.
+Not torch.distributed.checkpoint alone, which has the tensors (`tensor_shards`): it keeps no hashes and no newest few.
+
+`async_saver.py` writes checkpoints; here is what is done with them on the disk. `root` is the folder that holds them.
+Inside it, names with a leading dot are unfinished business of one process, the main rank's: `.tmp-step_N-OWNER` is
+being written, `.old-step_N-OWNER` is being replaced, `.gone-step_N-OWNER` is being deleted. OWNER is its process id
+and, of what is written, a word that no other process says: a rank of a job that died cannot write into the next one's
+folder.
 """
 
 import hashlib
@@ -14,6 +17,7 @@ import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +81,7 @@ def read_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
 def blobs(path: Path) -> dict[str, Any]:
     """The blobs by name, their tensors on the CPU."""
     files = [path / name for name in read_manifest(path)["files"] if name.endswith(SUFFIX)]
-    return {file.stem: unpack_blob(file) for file in files}
+    return {file.stem: torch.load(file, map_location="cpu", weights_only=True) for file in files}
 
 
 def meta(path: Path) -> dict[str, Any]:
@@ -111,9 +115,11 @@ def prune(
     """
     if keep_last < 1 or keep_best < 0:
         raise ValueError(f"got keep_last {keep_last}, keep_best {keep_best}; expected at least 1 and at least 0")
-    metas = {step: meta for step in steps(root) if (meta := _meta_if_whole(root / f"step_{step}")) is not None}
-    late = scores or {}
-    scored = {step: late.get(step, meta.get("metrics", {}).get(metric)) for step, meta in metas.items()}
+    scored = {}
+    for step in steps(root):
+        with suppress(Broken):  # sizes only: hashing every checkpoint at every save would cost more than the save
+            score = meta(root / f"step_{step}").get("metrics", {}).get(metric)
+            scored[step] = (scores or {}).get(step, score)
     ranked = sorted(((score, step) for step, score in scored.items() if score is not None), reverse=True)
     keep = {*list(scored)[-keep_last:], *(step for _, step in ranked[:keep_best]), *spare}
     doomed = [step for step in scored if step not in keep]
@@ -188,14 +194,6 @@ def _remove(path: Path) -> None:
         except FileNotFoundError:  # it was finished, or removed by another, in this moment
             return
     shutil.rmtree(gone)
-
-
-def _meta_if_whole(path: Path) -> dict[str, Any] | None:
-    """Sizes only: hashing every checkpoint at every save would cost more than the save."""
-    try:
-        return read_manifest(path)["meta"]
-    except Broken:
-        return None
 
 
 def _abandoned(path: Path, pid: int) -> bool:
@@ -303,11 +301,6 @@ def pack_blobs(blobs: Mapping[str, Any]) -> dict[str, bytes]:
         torch.save(blob, buffer)
         packed[f"{name}{SUFFIX}"] = buffer.getvalue()
     return packed
-
-
-def unpack_blob(file: Path) -> Any:
-    """What was packed, its tensors on the CPU."""
-    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _check(where: str, value: Any) -> None:

@@ -57,7 +57,11 @@ def stage(
     """Copies on the CPU of the pieces in `plan`, in the `buffers` of the last time where they fit."""
     planner = _planner(tensors)
     pieces = {item.index: planner.resolve_data(item).detach() for item in plan.items}
-    kept = {at: buffers[at] for at, x in pieces.items() if at in buffers and alike(buffers[at], x)}
+    kept = {
+        at: buffers[at]
+        for at, x in pieces.items()
+        if at in buffers and (buffers[at].shape, buffers[at].dtype) == (x.shape, x.dtype)
+    }
     missing = {at: x for at, x in pieces.items() if at not in kept}
     fresh = pinned_like(missing.values()) if pin else [torch.empty_like(x, device="cpu") for x in missing.values()]
     staged = kept | dict(zip(missing, fresh, strict=True))
@@ -66,11 +70,6 @@ def stage(
     if pin:
         torch.cuda.synchronize()
     return staged
-
-
-def alike(a: Tensor, b: Tensor) -> bool:
-    """Whether both have one shape and dtype."""
-    return (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 def pinned_like(pieces: Iterable[Tensor]) -> list[Tensor]:

@@ -1,7 +1,4 @@
-"""MetricsWriter: metrics.jsonl and TensorBoard under the same names, rewound exactly on resume.
-
-A MirrorWriter is what a tracker beside TensorBoard is given (`tracker`).
-"""
+"""MetricsWriter: metrics.jsonl and TensorBoard under the same names, rewound exactly on resume."""
 
 import json
 import os
@@ -12,7 +9,6 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 import torch
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.tensorboard import SummaryWriter
@@ -26,21 +22,10 @@ from grpo_fn.shell.background_worker import BackgroundWorker
 P = ParamSpec("P")
 Rows = Sequence[Mapping[str, object]]
 
-
-class MirrorWriter:
-    """Drops what it is given; trackers override what they keep.
-
-    It is called in the thread that writes the metrics. A step has one call of `scalars` and may have more (`amend`).
-    """
-
-    def scalars(self, step: int, values: Mapping[str, float | int]) -> None:
-        """Figures of a step by name."""
-
-    def histogram(self, step: int, tag: str, values: Tensor) -> None:
-        """Finite values `[N]`, N at least 1."""
-
-    def table(self, step: int, tag: str, rows: Rows) -> None:
-        """Cells by column, one row at least: samples, findings of the health rules."""
+# What a tracker beside TensorBoard keeps of a step, by name (`tracker`): figures, finite values `[N]` of a histogram,
+# rows of a table; neither of the latter is empty. It is called in the thread that writes the metrics.
+Mirrored = float | int | Tensor | Rows
+MirrorWrite = Callable[[int, Mapping[str, Mirrored]], None]
 
 
 class MetricsWriter(AbstractContextManager):
@@ -50,8 +35,8 @@ class MetricsWriter(AbstractContextManager):
     and whatever was recorded for steps >= k is dropped from both. In metrics.jsonl NaN and infinities are null.
     """
 
-    def __init__(self, run_dir: Path, *, start_step: int, mirror: MirrorWriter | None = None) -> None:
-        self._mirror = mirror or MirrorWriter()
+    def __init__(self, run_dir: Path, *, start_step: int, mirror: MirrorWrite | None = None) -> None:
+        self._mirror = mirror or (lambda step, values: None)
         rewind(run_dir / "metrics.jsonl", start_step)
         self._next = start_step
         self._lines = open(run_dir / "metrics.jsonl", "a", encoding="ascii")  # noqa: SIM115 - closed by close()
@@ -95,12 +80,7 @@ class MetricsWriter(AbstractContextManager):
         with self._tensorboard() as board:
             for name, value in values.items():
                 board.add_scalar(name, value, step)
-        self._mirror.scalars(step, values)
-
-    def _add_summaries(self, *summaries: Summary) -> None:
-        with self._tensorboard() as board:
-            for summary in summaries:
-                board._get_file_writer().add_summary(summary)
+        self._mirror(step, values)
 
     def text(self, step: int, tag: str, text: str) -> None:
         """Markdown for TensorBoard's text tab; what a model wrote goes through `table`."""
@@ -111,7 +91,7 @@ class MetricsWriter(AbstractContextManager):
         """Rows of cells by column: a markdown table in TensorBoard's text tab, a table in the mirror."""
         if rows:
             self.text(step, tag, markdown_table(rows))
-            self._mirror.table(step, tag, rows)
+            self._mirror(step, {tag: rows})
 
     def histogram(self, step: int, tag: str, values: Tensor) -> None:
         """Distribution of the finite values; of none there is no histogram."""
@@ -120,7 +100,7 @@ class MetricsWriter(AbstractContextManager):
         if len(flat):
             with self._tensorboard() as board:
                 board.add_histogram(tag, flat.numpy(), step)
-            self._mirror.histogram(step, tag, flat)
+            self._mirror(step, {tag: flat})
 
     def layout(self, charts: Mapping[str, Mapping[str, tuple[str, list[str]]]]) -> None:
         """The charts of the tab "Custom Scalars", by heading and title: ("Multiline" or "Margin", tags)."""
@@ -130,7 +110,9 @@ class MetricsWriter(AbstractContextManager):
     def hparams(self, knobs: Mapping[str, int | float | str], measures: Sequence[str]) -> None:
         """A line of the tab "HParams": the knobs, beside the newest values of the scalars `measures`."""
         experiment, started, _ = hparams(dict(knobs), dict.fromkeys(measures))
-        self._add_summaries(experiment, started)
+        with self._tensorboard() as board:
+            for summary in (experiment, started):
+                board._get_file_writer().add_summary(summary)
 
     def finish(self) -> None:
         """Say in the tab "HParams" that the run came to its end."""

@@ -51,8 +51,8 @@ def store_rollouts(
         (root / f"step_{other:06d}.jsonl.gz").unlink()
 
 
-def load_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The rows of one step, in order."""
+def load_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of either kind, in order. Raises ValueError, naming the line, for what is not an object."""
     return [row.value for row in json_rows(path, expected="an object")]
 
 
@@ -104,7 +104,7 @@ def rollout_rows(
     rows = zip(product(problems, range(group_size)), rollout.text, *(x.tolist() for x in columns), strict=True)
     for b, ((problem, g), text, tokens, truncated, value, valid, advantage) in enumerate(rows):
         end = ends[b] or mask.shape[1]
-        yield {
+        row = {
             "uid": problem.uid,
             "g": g,
             "prompt": problem.prompt,
@@ -119,17 +119,10 @@ def rollout_rows(
             "tokens": tokens[:end],
             "mask": mask[b, :end].int().tolist(),
             "logp_sampled": logp[b][mask[b]].tolist(),
-            **episode_fields(rollout.turns[b : b + 1]),
         }
-
-
-def episode_fields(row: Sequence[Sequence[Turn]]) -> dict[str, Any]:
-    """The turns of an episode, and the end of the hash chain over what its environment answered: the tape."""
-    return {
-        name: value
-        for turns in row
-        for name, value in (("turns", [turn._asdict() for turn in turns]), ("tape", tape_digest(turns)))
-    }
+        if rollout.turns:  # of an episode; the tape is the end of the hash chain over what its environment answered
+            row |= {"turns": [turn._asdict() for turn in rollout.turns[b]], "tape": tape_digest(rollout.turns[b])}
+        yield row
 
 
 # -- evaluations: one object a problem, in files that people and tools read
@@ -153,11 +146,6 @@ def write_evaluation_rows(path: Path, rows: Rows) -> None:
     NaN and infinities become null, and what JSON has no form for becomes its text. Equal rows give equal bytes.
     """
     write_bytes(path, "".join(to_json(_plain(row)) + "\n" for row in rows).encode("ascii"))
-
-
-def load_evaluation(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, in order. Raises ValueError, naming the line, for what is not an object."""
-    return [row.value for row in json_rows(path, expected="an object")]
 
 
 def evaluation_steps(root: Path) -> list[int]:

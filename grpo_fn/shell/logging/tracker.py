@@ -1,6 +1,6 @@
 """Trackers: what TensorBoard shows of a run, once more in Weights & Biases or trackio.
 
-A mirror is `(run_dir) -> context -> MirrorWriter`. Only the main rank opens it, so a run is one run there, however many
+A mirror is `(run_dir) -> context -> MirrorWrite`. Only the main rank opens it, so a run is one run there, however many
 ranks share the work. W&B reads TensorBoard's events by its own sync, and is given nothing but tables, which are text
 there; trackio has no sync (its `import_tf_events` reads a run that is over), so it is given figures as well.
 """
@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fn.shell.atomic_io import write_bytes
-from grpo_fn.shell.logging.metrics_writer import MirrorWriter, Rows, read_hparams
+from grpo_fn.shell.logging.metrics_writer import Mirrored, MirrorWrite, read_hparams
 
-Mirror = Callable[[Path], AbstractContextManager[MirrorWriter]]
+Mirror = Callable[[Path], AbstractContextManager[MirrorWrite | None]]
 
 OFFLINE, ONLINE = "offline", "online"
 
@@ -31,7 +31,7 @@ def none() -> Mirror:
     Returns:
         A context for a run folder that does nothing.
     """
-    return lambda run_dir: nullcontext(MirrorWriter())
+    return lambda run_dir: nullcontext()
 
 
 # -- Weights & Biases
@@ -60,22 +60,19 @@ def wandb(*, destination: str) -> Mirror:
     return partial(_wandb_run, entity=entity or None, project=name, mode=mode)
 
 
-class _WandbWriter(MirrorWriter):
-    """Tables; scalars and histograms come by way of TensorBoard's events."""
-
-    def __init__(self, package: Any, opened: Any) -> None:
-        self._package, self._opened = package, opened
-
-    def table(self, step: int, tag: str, rows: Rows) -> None:
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        cells = [[row.get(name) for name in columns] for row in rows]
-        table = self._package.Table(columns=columns, data=cells, allow_mixed_types=True)
-        self._opened.log({tag: table, "global_step": step})
-
-
 @contextmanager
-def _wandb_run(run_dir: Path, *, entity: str | None, project: str, mode: str) -> Iterator[MirrorWriter]:
+def _wandb_run(run_dir: Path, *, entity: str | None, project: str, mode: str) -> Iterator[MirrorWrite]:
     package = importlib.import_module("wandb")
+
+    def write(step: int, values: Mapping[str, Mirrored]) -> None:
+        """Tables; figures and histograms come by way of TensorBoard's events."""
+        for tag, rows in values.items():
+            if isinstance(rows, Sequence):
+                columns = list(dict.fromkeys(name for row in rows for name in row))
+                cells = [[row.get(name) for name in columns] for row in rows]
+                table = package.Table(columns=columns, data=cells, allow_mixed_types=True)
+                opened.log({tag: table, "global_step": step})
+
     # Given the root, it opens the stream at once and keeps the names as they are; `init` alone waits to find it out.
     package.tensorboard.patch(root_logdir=str((run_dir / "tensorboard").absolute()), save=False)
     with ExitStack() as stack:
@@ -93,7 +90,7 @@ def _wandb_run(run_dir: Path, *, entity: str | None, project: str, mode: str) ->
             settings=package.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
         stack.push(lambda kind, *error: opened.finish(exit_code=int(kind is not None)))
-        yield _WandbWriter(package, opened)
+        yield write
 
 
 # -- trackio
@@ -130,25 +127,15 @@ def trackio(*, destination: str) -> Mirror:
     return partial(_trackio_run, project=project, target=target)
 
 
-class _TrackioWriter(MirrorWriter):
-    """What TensorBoard gets, apart from texts."""
-
-    def __init__(self, package: Any, opened: Any) -> None:
-        self._package, self._opened = package, opened
-
-    def scalars(self, step: int, values: Mapping[str, float | int]) -> None:
-        self._opened.log({name: float(value) for name, value in values.items()}, step=step)
-
-    def histogram(self, step: int, tag: str, values: Tensor) -> None:
-        self._opened.log({tag: self._package.Histogram(values.numpy())}, step=step)
-
-    def table(self, step: int, tag: str, rows: Rows) -> None:
-        self._opened.log({tag: self._package.Table(data=[dict(row) for row in rows])}, step=step)
-
-
 @contextmanager
-def _trackio_run(run_dir: Path, *, project: str, target: Mapping[str, str]) -> Iterator[MirrorWriter]:
+def _trackio_run(run_dir: Path, *, project: str, target: Mapping[str, str]) -> Iterator[MirrorWrite]:
     package = importlib.import_module("trackio")
+
+    def shown(value: Mirrored) -> Any:
+        if isinstance(value, Tensor):
+            return package.Histogram(value.numpy())
+        return package.Table(data=[dict(row) for row in value]) if isinstance(value, Sequence) else float(value)
+
     name = f"{run_dir.resolve().name}-{run_id(run_dir, 'trackio')[:6]}"
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it prints where its dashboard is
         opened = package.init(
@@ -162,7 +149,7 @@ def _trackio_run(run_dir: Path, *, project: str, target: Mapping[str, str]) -> I
             **target,
         )
     try:
-        yield _TrackioWriter(package, opened)
+        yield lambda step, values: opened.log({name: shown(value) for name, value in values.items()}, step=step)
     finally:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
             package.finish()

@@ -21,8 +21,8 @@ import httpx2
 
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.judge import Judge, JudgeQuestion
-from grpo_fn.shell.atomic_io import flush_file, no_space, to_json
-from grpo_fn.shell.reward_workers.worker_pool import LOAD, JudgeCost, Outcome
+from grpo_fn.shell.atomic_io import flush_file, is_full, no_space, to_json
+from grpo_fn.shell.reward_workers.worker_pool import LOAD, Outcome
 
 # -- What judges answered in a run, on the disk before it is used: resume and replay read it and ask no server.
 #
@@ -73,16 +73,21 @@ class JudgeRecord:
         self._opened, self._lock = False, threading.Lock()
 
     def find(self, digest: str, uid: int) -> JudgeAnswer | None:
-        """What was answered to this question about the problem of this uid."""
-        with self._lock:
-            self._open()
-            return self._read((digest, uid)) if (digest, uid) in self._entries else None
+        """What was answered to this question about the problem of this uid.
 
-    def find_elsewhere(self, digest: str) -> JudgeAnswer | None:
-        """What was answered to this question about any problem."""
+        What was answered about another problem costs nothing again, and goes on record for this one as well.
+        """
         with self._lock:
             self._open()
-            return self._read(self._answered[digest]) if digest in self._answered else None
+            if (digest, uid) in self._entries:
+                return self._read((digest, uid))
+            if digest not in self._answered:
+                return None
+            answer = self._read(self._answered[digest])
+        answer = answer._replace(requests=0, prompt_tokens=0, completion_tokens=0, seconds=0.0)
+        if not self.read_only:
+            self.add([RecordedAnswer(digest, uid, answer)])
+        return answer
 
     def add(self, entries: Sequence[RecordedAnswer]) -> None:
         """Write entries; they are on the disk when this returns. Raises NoSpace when the disk is full."""
@@ -111,7 +116,7 @@ class JudgeRecord:
             if start == 0:
                 flush_file(self.folder)
         except OSError as error:
-            if error.errno in (28, 122):  # ENOSPC, EDQUOT
+            if is_full(error):
                 raise no_space(path, len(data)) from error
             raise
         return start
@@ -186,14 +191,6 @@ class TryAgain(Exception):
         self.seconds = seconds
 
 
-class Refused(Exception):
-    """The request will not go well. `fatal`: nor will any other."""
-
-    def __init__(self, reason: str, *, fatal: bool) -> None:
-        super().__init__(reason)
-        self.fatal = fatal
-
-
 class JudgedRow(NamedTuple):
     """A row that a judge scores."""
 
@@ -251,36 +248,23 @@ class JudgeRequests:
         judge, question = row.judge, row.judge.question(row.problem, row.completion)
         try:
             async with self._locks.setdefault(question.digest, asyncio.Lock()):
-                answer = self._known_answer(question, row.problem) or await self._ask(row, question)
+                answer = self._record.find(question.digest, row.problem.uid)
+                if answer is None and self._record.read_only:
+                    raise JudgeUnreachable(f"problem {row.problem.uid}: {REPLAYED}")
+                answer = answer or await self._ask(row, question)
         except JudgeUnreachable as error:
             return [Outcome(None, str(error), 0.0, LOAD)]
         finally:
             self._unsettled -= 1
         value = None if answer.text is None else judge.read(answer.text, question.mark)
         reason = answer.failure or (UNREADABLE if value is None else "")
-        cost = JudgeCost(
-            requests=answer.requests,
-            retries=max(0, answer.requests - 1),
-            prompt_tokens=answer.prompt_tokens,
-            completion_tokens=answer.completion_tokens,
-            failures=int(answer.text is None),
-            unreadable=int(answer.text is not None and value is None),
-            seconds=answer.seconds,
-        )
+        cost = {
+            **{name: getattr(answer, name) for name in ("requests", "prompt_tokens", "completion_tokens", "seconds")},
+            "retries": max(0, answer.requests - 1),
+            "failures": int(answer.text is None),
+            "unreadable": int(answer.text is not None and value is None),
+        }
         return [Outcome(value, reason, answer.seconds, "judge" if value is None else "", cost=cost)]
-
-    def _known_answer(self, question: JudgeQuestion, problem: Problem) -> JudgeAnswer | None:
-        """The answer on record; what was answered about another problem costs nothing again."""
-        if (answer := self._record.find(question.digest, problem.uid)) is not None:
-            return answer
-        if (answer := self._record.find_elsewhere(question.digest)) is not None:
-            answer = answer._replace(requests=0, prompt_tokens=0, completion_tokens=0, seconds=0.0)
-            if not self._record.read_only:
-                self._record.add([RecordedAnswer(question.digest, problem.uid, answer)])
-            return answer
-        if self._record.read_only:
-            raise JudgeUnreachable(f"problem {problem.uid}: {REPLAYED}")
-        return None
 
     async def _ask(self, row: JudgedRow, question: JudgeQuestion) -> JudgeAnswer:
         """Ask, and put the answer on record; a failure with the next answer, or when no other row is left.
@@ -338,8 +322,8 @@ async def ask_judge(
     asked, last, requests = time.monotonic(), "no request was sent: all were under way", 0
     began = asked
 
-    def unanswered(failure: str, *, fatal: bool = False) -> JudgeAnswer:
-        return JudgeAnswer(None, failure, fatal, requests, seconds=time.monotonic() - began)
+    def with_cost(answer: JudgeAnswer) -> JudgeAnswer:
+        return answer._replace(requests=requests, seconds=time.monotonic() - began)
 
     try:
         async with asyncio.timeout(seconds), slots:
@@ -347,20 +331,19 @@ async def ask_judge(
             while True:
                 requests, last = requests + 1, f"request {requests + 1} was under way"
                 try:
-                    answer = await _send(client, judge, question)
-                    return answer._replace(requests=requests, seconds=time.monotonic() - began)
+                    return with_cost(await _send(client, judge, question))
                 except TryAgain as error:
                     last, wait = str(error), error.seconds
-                except Refused as error:
-                    return unanswered(str(error), fatal=error.fatal)
                 if requests > judge.retries:
-                    return unanswered(f"{judge.endpoint}: got no answer to {requests} requests, the last: {last}")
+                    failure = f"{judge.endpoint}: got no answer to {requests} requests, the last: {last}"
+                    return with_cost(JudgeAnswer(None, failure))
                 # A part of the wait that depends on the question keeps many from being sent at one moment.
                 spread = 0.5 + int(question.digest[:4], 16) / 2**17
                 await asyncio.sleep(min(LONGEST_WAIT, max(wait, spread * judge.backoff_seconds * 2 ** (requests - 1))))
     except TimeoutError:
         waited = f"the wait for one of {judge.concurrency} requests under way included"
-        return unanswered(f"late: {judge.endpoint} gave no answer within {seconds:g} s, {waited}; {last}")
+        late = f"late: {judge.endpoint} gave no answer within {seconds:g} s, {waited}; {last}"
+        return with_cost(JudgeAnswer(None, late))
 
 
 async def check_endpoint(judge: Judge) -> None:
@@ -399,6 +382,7 @@ async def check_endpoint(judge: Judge) -> None:
 
 
 async def _send(client: httpx2.AsyncClient, judge: Judge, question: JudgeQuestion) -> JudgeAnswer:
+    """The answer to one request, or why there will be none. Raises TryAgain where the next request may have one."""
     try:
         async with asyncio.timeout(judge.request_seconds):
             answer = await client.post("chat/completions", json=dict(question.body))
@@ -411,7 +395,7 @@ async def _send(client: httpx2.AsyncClient, judge: Judge, question: JudgeQuestio
         raise TryAgain(f"status {status}: {said}", _retry_after(answer.headers.get("retry-after", "")))
     if status != 200:
         expected = f", expected {NEVER[status]}" if status in NEVER else ""
-        raise Refused(f"{judge.endpoint}: got status {status}{expected}: {said}", fatal=status in NEVER)
+        return JudgeAnswer(None, f"{judge.endpoint}: got status {status}{expected}: {said}", fatal=status in NEVER)
     try:
         return _read_answer(answer.json())
     except (ValueError, TypeError, KeyError, IndexError) as error:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import wait
 from statistics import fmean
 from threading import Lock
-from typing import NamedTuple
 
 from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.partials import function_and_knobs
@@ -23,7 +22,6 @@ from grpo_fn.shell.reward_workers.judge_client import JudgedRow, JudgeRecord, Ju
 from grpo_fn.shell.reward_workers.worker_pool import (
     LOAD,
     POLL,
-    RETURNED_NONE,
     BegunCall,
     Outcome,
     WorkerPool,
@@ -31,8 +29,6 @@ from grpo_fn.shell.reward_workers.worker_pool import (
     function_name,
     pickled_function,
 )
-
-__all__ = ["RETURNED_NONE", "Outcome"]  # of worker_pool, for who scores
 
 COMPLAINTS = 8  # kept until they are logged
 # Of a row, on average. A faster reward waits for the step: workers and messages beside the decoding cost it more.
@@ -45,19 +41,6 @@ class RewardError(RuntimeError):
 
 class ScoringInterrupted(RuntimeError):
     """Rows were given up, as they are of no use any more."""
-
-
-class Loss(NamedTuple):
-    """What a row was lost to."""
-
-    cause: str  # as in Outcome
-    reason: str
-    text: str  # for people
-
-
-def never() -> bool:
-    """The default of `should_stop`."""
-    return False
 
 
 class RewardPool(WorkerPool):
@@ -87,7 +70,7 @@ class RewardPool(WorkerPool):
         super().__init__(workers=workers, deadline=timeout_per_completion, memory_mb=memory_mb)
         self.stop_on_error = stop_on_error
         self.counts = {"timeouts": 0, "worker_crashes": 0, "protocol_errors": 0, "exceptions": 0}
-        self.costs: Counter[str] = Counter()  # of judges, by field of JudgeCost
+        self.costs: Counter[str] = Counter()  # of judges: as Outcome.cost, added up
         self.judge_record = JudgeRecord(None, 0)
         self.complaints: list[str] = []
         self._judges, self._judges_lock = None, Lock()
@@ -105,7 +88,7 @@ class RewardPool(WorkerPool):
         problems: Sequence[Problem],
         completions: Sequence[Completion],
         *,
-        should_stop: Callable[[], bool] = never,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> list[float | None]:
         """`fn` of every row, in order; None where it says so and where its worker was lost. Raises as `judge` does."""
         return [outcome.value for outcome in self.judge(fn, problems, completions, should_stop=should_stop)]
@@ -116,15 +99,14 @@ class RewardPool(WorkerPool):
         problems: Sequence[Problem],
         completions: Sequence[Completion],
         *,
-        report: Callable[[Loss], None] | None = None,
-        should_stop: Callable[[], bool] = never,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> list[Outcome]:
         """`fn` of every row, in order, with the reason where there is no value and the seconds it took.
 
         Raises as `submit` and `collect` do.
         """
         begun = self.submit(fn, problems, completions)
-        return self.collect(fn, problems, completions, begun, report=report, should_stop=should_stop)
+        return self.collect(fn, problems, completions, begun, should_stop=should_stop)
 
     def submit(self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[BegunCall]:
         """Begin to score rows; equal ones are one.
@@ -155,13 +137,9 @@ class RewardPool(WorkerPool):
         completions: Sequence[Completion],
         begun: Sequence[BegunCall],
         *,
-        report: Callable[[Loss], None] | None = None,
-        should_stop: Callable[[], bool] = never,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> list[Outcome]:
         """Wait for the outcomes of rows; those that are left when it raises are given up.
-
-        `report` is called with every loss, in the order of the rows; None for the pool's own, which counts it,
-        complains of it and raises it.
 
         Raises RewardError when no worker can load `fn`, as under too small a memory limit, when a judge cannot be
         reached and, under `stop_on_error`, naming the row, when `fn` itself raises; ScoringInterrupted once
@@ -178,31 +156,18 @@ class RewardPool(WorkerPool):
                     outcome = call.future.result()[call.place]
                     if call not in counted:
                         counted.add(call)
-                        self._count(fn, problem, completion, outcome, report)
+                        self._count(fn, problem, completion, outcome)
                     outcomes.append(outcome)
         finally:
             for *_, call in waiting:
                 call.future.cancel()
         return outcomes
 
-    def report(self, loss: Loss) -> None:
-        """Count a row that was lost, and complain of it. Raises RewardError for one that is to stop everything."""
-        if loss.cause == "exceptions" and self.stop_on_error:
-            raise RewardError(loss.text)
-        if loss.cause in self.counts:  # what a judge did not score is among its costs
-            self.counts[loss.cause] += 1
-        if len(self.complaints) < COMPLAINTS and not any(loss.reason in text for text in self.complaints):
-            self.complaints.append(loss.text)
+    def _count(self, fn: RewardFn, problem: Problem, completion: Completion, outcome: Outcome) -> None:
+        """Count what an outcome cost, and a row that was lost; complain of the latter.
 
-    def _count(
-        self,
-        fn: RewardFn,
-        problem: Problem,
-        completion: Completion,
-        outcome: Outcome,
-        report: Callable[[Loss], None] | None,
-    ) -> None:
-        """What an outcome cost, and what the row was lost to, if it was."""
+        Raises RewardError for a loss that is to stop everything.
+        """
         if outcome.cause == LOAD:
             raise RewardError(f"{function_name(fn)}: {outcome.reason}")
         if outcome.cause:
@@ -210,9 +175,14 @@ class RewardPool(WorkerPool):
             stops = outcome.cause == "exceptions" and self.stop_on_error
             said = f"raised on {row}:" if stops else f"lost {row}: {outcome.reason}"
             text = f"{function_name(fn)} {said}\n{escape_control(outcome.trace)}".rstrip()
-            (report or self.report)(Loss(outcome.cause, outcome.reason, text))
+            if stops:
+                raise RewardError(text)
+            if outcome.cause in self.counts:  # what a judge did not score is among its costs
+                self.counts[outcome.cause] += 1
+            if len(self.complaints) < COMPLAINTS and not any(outcome.reason in known for known in self.complaints):
+                self.complaints.append(text)
         if outcome.cost is not None:
-            self.costs.update(outcome.cost._asdict())
+            self.costs.update(outcome.cost)
 
 
 def seconds_of(fn: RewardFn, default: float) -> float:

@@ -24,7 +24,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, BinaryIO
@@ -152,20 +152,15 @@ def private_stream(fd: int, mode: str, replacement: int) -> BinaryIO:
     return stream
 
 
-def detach_children(nothing: int, *streams: BinaryIO) -> None:
-    """Leave a child that a reward forks no way to read a request or to answer one: it gets `nothing` instead."""
-    for stream in streams:
-        os.register_at_fork(after_in_child=partial(os.dup2, nothing, stream.fileno()))
-
-
-def main(act: Callable[[BinaryIO, BinaryIO], None]) -> None:
+def main() -> None:
     """Serve on standard input and output, out of reach of a reward function that prints, reads or forks."""
     nothing = os.open(os.devnull, os.O_RDWR)
     requests, replies = private_stream(0, "rb", nothing), private_stream(1, "wb", 2)
-    detach_children(nothing, requests, replies)
+    for stream in (requests, replies):  # a child that a reward forks can neither read a request nor answer one
+        os.register_at_fork(after_in_child=partial(os.dup2, nothing, stream.fileno()))
     confine(int(sys.argv[1]))
     try:
-        act(requests, replies)
+        serve_requests(requests, replies)
     except MemoryError:
         write_message(replies, ["memory"])
     except Exception:
@@ -175,4 +170,4 @@ def main(act: Callable[[BinaryIO, BinaryIO], None]) -> None:
 
 
 if __name__ == "__main__":
-    main(serve_requests)
+    main()

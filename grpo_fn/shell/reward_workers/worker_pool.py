@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from threading import Condition, Lock, Thread
@@ -164,18 +164,6 @@ class WorkerProcess:
 # -- the pool
 
 
-class JudgeCost(NamedTuple):
-    """What the answer of a judge has cost when it was asked, and whether it was of use."""
-
-    requests: int
-    retries: int  # requests that were sent again
-    prompt_tokens: int
-    completion_tokens: int
-    failures: int  # 1: no answer came
-    unreadable: int  # 1: there is no verdict in the answer
-    seconds: float  # from its first request to its end
-
-
 class Outcome(NamedTuple):
     """What became of a call. `reason` says why the value is None, or what a `ReasonedScore` says; else empty."""
 
@@ -184,7 +172,7 @@ class Outcome(NamedTuple):
     seconds: float  # wall clock
     cause: str = ""  # of a loss: timeouts, worker_crashes, protocol_errors, exceptions, judge or LOAD
     trace: str = ""  # of an exception
-    cost: JudgeCost | None = None
+    cost: Mapping[str, float] | None = None  # of a judge's answer, by key of recording.JUDGE_METRICS
 
 
 class Chunk(NamedTuple):

@@ -4,7 +4,9 @@ A call ends in an answer, in `Unreachable` (no server, the time is up, the serve
 `RequestRefused` (the request is wrong, or the way the server was started: a second try would not help).
 """
 
+import os
 from collections.abc import Mapping, Sequence
+from functools import partialmethod
 from typing import Any, NamedTuple
 
 import httpx2
@@ -42,19 +44,21 @@ class Server:
     """A server at `url`. For one event loop; many calls may be under way at once.
 
     `seconds` is how long a completion may take, with its wait in the server's queue and through a swap of weights, and
-    how long a step of a swap.
+    how long a step of a swap. The key of a server that needs one comes from the environment (VLLM_API_KEY): no file of
+    the run holds it.
     """
 
-    def __init__(self, url: str, *, seconds: float, connections: int, api_key: str | None) -> None:
+    def __init__(self, url: str, *, seconds: float, connections: int) -> None:
         """Raise ValueError for an address that is none. Nothing is sent yet."""
         if not url.startswith(("http://", "https://")) or not httpx2.URL(url).host:
             raise ValueError(f"server: got {url!r}, expected an address like http://host:8000")
         self.url = url.rstrip("/")
         self.seconds = seconds
+        key = os.environ.get("VLLM_API_KEY")
         # Proxies of the environment are for the world outside; weights and rollouts stay inside.
         self._client = httpx2.AsyncClient(
             base_url=self.url,
-            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             limits=httpx2.Limits(max_connections=connections, keepalive_expiry=KEEP_ALIVE),
             trust_env=False,
             verify=self.url.startswith("https"),  # reading the certificates takes its time
@@ -106,12 +110,9 @@ class Server:
         """The label of the weights that it has."""
         return (await self.get("/weight_info"))["weight_version"]
 
-    async def get(self, path: str) -> dict[str, Any]:
-        """The answer to a short question."""
-        return await self._call("GET", path, CONTROL)
-
-    async def post(
+    async def _call(
         self,
+        verb: str,
         path: str,
         *,
         json: dict[str, Any] | None = None,
@@ -119,16 +120,6 @@ class Server:
         seconds: float = CONTROL,
     ) -> dict[str, Any]:
         """The answer to a request with this body and this query; {} if it is empty."""
-        return await self._call("POST", path, seconds, json=json, params=params)
-
-    async def _call(
-        self,
-        verb: str,
-        path: str,
-        seconds: float,
-        json: dict[str, Any] | None = None,
-        params: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
         timeout = httpx2.Timeout(seconds, connect=CONNECT)
         try:
             answer = await self._client.request(verb, path, timeout=timeout, json=json, params=params)
@@ -146,3 +137,5 @@ class Server:
             return answer.json() if answer.content else {}
         except ValueError as error:
             raise Unreachable(f"{self.url}{path}: got {text!r}, expected JSON") from error
+
+    get, post = partialmethod(_call, "GET"), partialmethod(_call, "POST")

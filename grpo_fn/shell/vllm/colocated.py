@@ -31,18 +31,9 @@ from grpo_fn.shell.vllm.engine import (
     OnTurn,
     SamplingParams,
     StaleEngine,
-    WeightReceipt,
     import_vllm,
 )
-from grpo_fn.shell.vllm.fingerprint import (
-    HEAD,
-    NOTHING,
-    Fingerprint,
-    WeightShare,
-    engine_weights,
-    has_head,
-    weight_fingerprint,
-)
+from grpo_fn.shell.vllm.fingerprint import HEAD, NOTHING, Fingerprint, engine_weights, has_head, weight_fingerprint
 from grpo_fn.shell.world import LostRank
 
 BATCHED = 4096  # tokens computed at once on a CPU, at least
@@ -256,8 +247,10 @@ class ColocatedEngine:
 
     # -- weights
 
-    def push_weights(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
+    def push_weights(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> Fingerprint | None:
         """Take these weights, one at a time, and forget cached prefixes; they have to be all that the model has.
+
+        Returns what the engine holds then; None if its layout hides that.
 
         Raises ValueError for other names or shapes, StaleEngine when afterwards the engine holds something else than
         was sent; it does not generate then, until a push succeeds.
@@ -275,7 +268,7 @@ class ColocatedEngine:
             held = self.verify_weights(incoming.sent, version)
         self.version, self.ready, self._verified = version, True, held is not None
         self._counts["push_seconds"] += time.monotonic() - started
-        return WeightReceipt(version, incoming.sent, held)
+        return held
 
     def verify_weights(self, sent: Fingerprint, version: int) -> Fingerprint | None:
         """What the engine holds; None if its layout hides that. Raises StaleEngine if it is not what was sent."""
@@ -311,11 +304,12 @@ class ColocatedEngine:
 
     def _held(self) -> Fingerprint:
         """Of all ranks of this engine together."""
-        share = WeightShare(self.world.rank % self.ranks, self.ranks)
-        share_sum = self.llm.apply_model(partial(engine_weights, dtype=self.dtype, tied=self.tied, share=share))[0]
+        rank = self.world.rank % self.ranks
+        part = partial(engine_weights, dtype=self.dtype, tied=self.tied, rank=rank, ranks=self.ranks)
+        share_sum = self.llm.apply_model(part)[0]
         if self.ranks == 1:
             return share_sum
-        first = self.world.rank - share.rank
+        first = self.world.rank - rank
         everyone = self.world.exchange(share_sum, what="what the engines hold")
         return sum(everyone[first : first + self.ranks], NOTHING)
 

@@ -6,7 +6,6 @@ is the same; the draws are not, for vLLM makes its own random numbers from a see
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -54,14 +53,6 @@ class StaleEngine(EngineRefused):
     """An engine holds other weights than it was sent."""
 
 
-class WeightReceipt(NamedTuple):
-    """What was sent with a push, and what the engine holds after it; None if its layout hides that."""
-
-    version: int
-    sent: Fingerprint
-    held: Fingerprint | None
-
-
 @runtime_checkable
 class InferenceEngine(Protocol):
     """Draws completions with weights of its own, which it is given version by version."""
@@ -80,10 +71,11 @@ class InferenceEngine(Protocol):
         `on_answer` is called with every answer when it comes, in whatever thread that is.
         """
 
-    def push_weights(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
+    def push_weights(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> Fingerprint | None:
         """Take these weights, under the names of the model folder; nothing drawn before is remembered.
 
-        Raises StaleEngine if the engine holds others afterwards.
+        Returns what the engine holds then, which is what was sent; None if its layout hides that. Raises StaleEngine
+        if it holds others.
         """
 
     def rest(self) -> None:
@@ -148,21 +140,27 @@ def row_seeds(key: Int[Tensor, "2"], uids: Sequence[int], group_size: int) -> li
 # -- whether vLLM is installed
 
 
-NO_PACKAGE = "a folder of that name is no package"
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"  # the environment variable that `blocks.torch_compile` goes by
 
 
 def import_vllm(knob: str) -> ModuleType:
-    """The vllm module, set to be quiet and to stay in this process. Raises ValueError if it is not installed."""
+    """The vllm module, set to be quiet and to stay in this process. Raises ValueError if it is not installed.
+
+    COMPILE_THREADS is afterwards what it was: vLLM's import makes it 1, for processes that its engine would fork.
+    Inductor's own setting stays as vLLM leaves it, so that an engine in this process compiles as it means to.
+    """
+    check_installed(knob)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    before = os.environ.get(COMPILE_THREADS)
     try:
-        with restore_compile_threads():
-            import vllm
+        import vllm
     except ImportError as error:
         raise missing_vllm_error(knob, str(error)) from error
-    if getattr(vllm, "__file__", None) is None:
-        raise missing_vllm_error(knob, NO_PACKAGE)
+    finally:
+        os.environ.pop(COMPILE_THREADS, None)
+        if before is not None:
+            os.environ[COMPILE_THREADS] = before
     return vllm
 
 
@@ -172,24 +170,9 @@ def check_installed(knob: str) -> None:
     if spec is None:
         raise missing_vllm_error(knob, "No module named 'vllm'")
     if spec.origin is None:
-        raise missing_vllm_error(knob, NO_PACKAGE)
+        raise missing_vllm_error(knob, "a folder of that name is no package")
 
 
 def missing_vllm_error(knob: str, reason: str) -> ValueError:
     """The error of a run that needs vLLM, which is not installed."""
     return ValueError(f"{knob}: got no vllm ({reason}), expected it installed: pip install 'grpo-fn[vllm]'")
-
-
-@contextmanager
-def restore_compile_threads() -> Iterator[None]:
-    """COMPILE_THREADS is afterwards what it was: vLLM's import makes it 1, for processes that its engine would fork.
-
-    Inductor's own setting stays as vLLM leaves it, so that an engine in this process compiles as it means to.
-    """
-    before = os.environ.get(COMPILE_THREADS)
-    try:
-        yield
-    finally:
-        os.environ.pop(COMPILE_THREADS, None)
-        if before is not None:
-            os.environ[COMPILE_THREADS] = before

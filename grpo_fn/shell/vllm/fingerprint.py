@@ -58,16 +58,9 @@ def weight_fingerprint(tensor: Tensor) -> Fingerprint:
 COLUMNS = 1024  # of a packed matrix that are unpacked at once
 
 
-class WeightShare(NamedTuple):
-    """Which part of an engine's weights is this rank's: number `rank` of its ranks."""
-
-    rank: int
-    ranks: int
-
-
 @torch.no_grad()
-def engine_weights(model: nn.Module, *, dtype: torch.dtype, tied: bool, share: WeightShare) -> Fingerprint:
-    """The fingerprint of this rank's part; over all ranks of the engine they add up to the whole model's.
+def engine_weights(model: nn.Module, *, dtype: torch.dtype, tied: bool, rank: int, ranks: int) -> Fingerprint:
+    """The fingerprint of the part that a rank has; over all `ranks` of the engine they add up to the whole model's.
 
     As with what is sent, a tied matrix counts twice: as the embedding, and in whatever form the head computes with it.
     What several ranks hold alike counts on the first of them. `dtype` is what the weights were sent in.
@@ -83,7 +76,7 @@ def engine_weights(model: nn.Module, *, dtype: torch.dtype, tied: bool, share: W
         for name, parameter in module.named_parameters(recurse=False):
             packed = multiplies and name == "weight" and hasattr(module, "cpu_linear")
             for part in unpack_columns(module, dtype) if packed else (parameter,):
-                total += weight_fingerprint(own_part(module, name, part, share).to(dtype))
+                total += weight_fingerprint(own_part(module, name, part, rank, ranks).to(dtype))
     return total
 
 
@@ -104,18 +97,18 @@ def unpack_columns(module: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
         yield module.cpu_linear(unit, module.weight, None).T
 
 
-def own_part(module: nn.Module, name: str, part: Tensor, share: WeightShare) -> Tensor:
+def own_part(module: nn.Module, name: str, part: Tensor, rank: int, ranks: int) -> Tensor:
     """What of it no rank before this one holds as well."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    if share.ranks == 1:
+    if ranks == 1:
         return part
     divided = isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) or (
         isinstance(module, RowParallelLinear) and name == "weight"
     )
     if not divided or module.tp_size == 1:
-        return part if share.rank == 0 else part[:0]
-    if share.rank % getattr(module, "num_kv_head_replicas", 1):  # fewer heads of keys than ranks
+        return part if rank == 0 else part[:0]
+    if rank % getattr(module, "num_kv_head_replicas", 1):  # fewer heads of keys than ranks
         return part[: module.num_heads * module.head_size]
     return part

@@ -5,7 +5,6 @@ at temperature 1 alone (verl #5592).
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -49,7 +48,6 @@ class VllmTeacher:
     server_timeout: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError for numbers and addresses that are none."""
         check_positive(servers=len(self.servers), max_model_len=self.max_model_len, max_requests=self.max_requests)
         for name in ("request_seconds", "server_timeout"):
             if not getattr(self, name) > 0:
@@ -138,11 +136,7 @@ class VllmTeacher:
                     await asyncio.sleep(RETRY_SECONDS)
 
     def _clients(self) -> list[Server]:
-        key = os.environ.get("VLLM_API_KEY") or None
-        return [
-            Server(url, seconds=self.request_seconds, connections=self.max_requests, api_key=key)
-            for url in self.servers
-        ]
+        return [Server(url, seconds=self.request_seconds, connections=self.max_requests) for url in self.servers]
 
 
 async def _check(

@@ -7,11 +7,11 @@ together, and where the rounding of a sum depends on that, a draw may fall the o
 
 import threading
 import time
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from operator import attrgetter
 from queue import SimpleQueue
@@ -196,25 +196,17 @@ class EngineEpisodes:
 # -- weights for an engine
 
 
-@dataclass(frozen=True)
-class GatheredWeights(Mapping[str, Tensor]):
+class GatheredWeights(UserDict[str, Tensor]):
     """Tensors that may be spread over the ranks, gathered when they are looked up; every rank has to do so alike."""
 
-    tensors: Mapping[str, Tensor]
-    world: World
+    def __init__(self, tensors: Mapping[str, Tensor], world: World) -> None:
+        super().__init__(tensors)
+        self.world = world
 
     def __getitem__(self, name: str) -> Tensor:
         """The whole tensor."""
         with self.world.talking(f"gathering {name}"):
-            return full_tensor(self.tensors[name])
-
-    def __iter__(self) -> Iterator[str]:
-        """The names, in the model's order."""
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self.tensors)
+            return full_tensor(self.data[name])
 
 
 def export_weights(policy: FSDPPolicy | FixedWeights, context: SamplerContext) -> Iterator[tuple[str, Tensor]]:
@@ -276,7 +268,9 @@ def colocated_sampler(
         detokenize=bool(options.stop),
         generate_timeout=generate_timeout,
     )
-    return sampler_of_engine(ColocatedEngine(context, engine_options), context, options, max_model_len=max_model_len)
+    ends = end_tokens(context, options.tokenizer)
+    engine = ColocatedEngine(context, engine_options)
+    return VllmSampler(**vars(options), engine=engine, context=context, ends=ends, max_model_len=max_model_len)
 
 
 def dedicated_sampler(
@@ -300,25 +294,9 @@ def dedicated_sampler(
         ValueError: for what vLLM does not draw, before there is an engine.
     """
     sampling_params(options.token_sampler)
+    ends = end_tokens(context, options.tokenizer)
     client = engine(context.world, context.dtype)
-    return sampler_of_engine(client, context, options, max_model_len=None)
-
-
-def sampler_of_engine(
-    engine: InferenceEngine,
-    context: SamplerContext,
-    options: SamplerOptions,
-    *,
-    max_model_len: int | None,
-) -> "VllmSampler":
-    """The sampler, with the tokens that end a completion."""
-    return VllmSampler(
-        **vars(options),
-        engine=engine,
-        context=context,
-        ends=end_tokens(context, options.tokenizer),
-        max_model_len=max_model_len,
-    )
+    return VllmSampler(**vars(options), engine=client, context=context, ends=ends, max_model_len=None)
 
 
 def end_tokens(context: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -406,7 +384,14 @@ class VllmSampler(SamplerOptions):
             GenerationRequest(tuple(ids), group_seeds, limit)
             for ids, group_seeds, limit in zip(prompts, seeds, limits, strict=True)
         ]
-        on_answer = None if self.on_completions is None else partial(self._on_answer, problems, group_size)
+        own = self._own(len(problems) * group_size)
+
+        def report(p: int, g: int, answer: EngineCompletion) -> None:
+            if p * group_size + g in own:
+                completion = completion_of_row(self.tokenizer, answer.tokens, stopped=answer.stopped)
+                self.on_completions([problems[p]], [completion])
+
+        on_answer = None if self.on_completions is None else report
         groups = self.engine.generate(requests, params=self._params(), on_answer=on_answer)
         answers = [answer for group in groups for answer in group]
         device = self.context.world.device
@@ -438,14 +423,6 @@ class VllmSampler(SamplerOptions):
     def _own(self, rows: int) -> range:
         """The rows that are reported on this one of the engine's ranks: those that it will score."""
         return range(rows)[rank_share(rows, self.context.world.rank % self.ranks, self.ranks)]
-
-    def _on_answer(
-        self, problems: Sequence[Problem], group_size: int, p: int, g: int, answer: EngineCompletion
-    ) -> None:
-        """Report a row, on the one of the engine's ranks that has it among the rows that it will score."""
-        if p * group_size + g in self._own(len(problems) * group_size):
-            completion = completion_of_row(self.tokenizer, answer.tokens, stopped=answer.stopped)
-            self.on_completions([problems[p]], [completion])
 
     def _params(self) -> dict[str, Any]:
         """Fields of SamplingParams. The ends are ours alone; a stop string is part of the completion, as any end is."""

@@ -6,7 +6,6 @@ in `DedicatedEngine.push_weights`, for one that comes back in `recover_servers`.
 """
 
 import asyncio
-import os
 import secrets
 import time
 from collections import Counter, deque
@@ -21,14 +20,7 @@ from torch import Tensor
 
 from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.vllm.client import RequestRefused, Server, ServerCompletion, Unreachable
-from grpo_fn.shell.vllm.engine import (
-    EngineCompletion,
-    GenerationRequest,
-    OnAnswer,
-    SamplingParams,
-    StaleEngine,
-    WeightReceipt,
-)
+from grpo_fn.shell.vllm.engine import EngineCompletion, GenerationRequest, OnAnswer, SamplingParams, StaleEngine
 from grpo_fn.shell.vllm.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 from grpo_fn.shell.vllm.vllm_transfer import CHUNK_BYTES, Transfer, chunks
 from grpo_fn.shell.world import World
@@ -414,8 +406,7 @@ class DedicatedEngine:
     cannot hold. Before the first push all servers are waited for. Without any server for too long a RuntimeError names
     all of them.
 
-    `complaints` are warnings for the log; clear it once logged. The key of servers that need one comes from the
-    environment (VLLM_API_KEY): no file of the run holds it.
+    `complaints` are warnings for the log; clear it once logged.
 
     Args:
         world: the ranks of the run.
@@ -447,7 +438,6 @@ class DedicatedEngine:
         request_seconds: float,
         server_timeout: float,
     ) -> None:
-        """Raise ValueError for knobs that make no sense. Nothing is sent to a server before the first push."""
         if isinstance(servers, str) or not servers or len({*servers}) < len(servers):
             raise ValueError(
                 f"servers: got {servers!r}, expected a list of different addresses, as in ('http://host:8000',)"
@@ -461,11 +451,8 @@ class DedicatedEngine:
             )
         self._world, self._run_id, self._seconds, self._closed = world, secrets.token_hex(4), 0.0, False
         self._transfer = transfer()
-        key = os.environ.get("VLLM_API_KEY") or None
         # Two connections more than requests: looking at servers and swaps do not wait behind completions.
-        routed = [
-            RoutedServer(url, seconds=request_seconds, connections=max_requests + 2, api_key=key) for url in servers
-        ]
+        routed = [RoutedServer(url, seconds=request_seconds, connections=max_requests + 2) for url in servers]
         self._router = Router(routed, deadline=server_timeout, max_requests=max_requests)
         expected = {
             "backend": self._transfer.backend,
@@ -508,8 +495,10 @@ class DedicatedEngine:
             raise RuntimeError("vLLM servers: got asked for completions before the first push, expected weights first")
         return self._run(self._router.generate(requests, params, on_answer))
 
-    def push_weights(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
+    def push_weights(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> Fingerprint | None:
         """Give these weights to every server. All ranks call it and go through all of them; the main one sends.
+
+        Returns what every server holds then; None if the layout of one hides that.
 
         Raises StaleEngine when a server has others afterwards, and RuntimeError when none has them in the end.
         """
@@ -523,7 +512,7 @@ class DedicatedEngine:
         if not update.urls:
             self._run(self._router.wait_live(f"version {version} of the weights"))
         self._seconds += time.monotonic() - began
-        return WeightReceipt(version, update.newest.sent, update.held)
+        return update.held
 
     def _update_servers(self, weights: Iterator[tuple[str, Tensor]], version: int) -> ServerUpdate:
         """On the rank that sends. Whatever happens it goes through all weights, as the other ranks do."""

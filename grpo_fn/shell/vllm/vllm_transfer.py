@@ -87,7 +87,6 @@ class FileTransfer(Transfer):
     _complete: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a folder that is not there."""
         if not Path(self.folder).is_dir():
             raise ValueError(f"transfer folder: got {self.folder!r}, which is not there; expected one servers share")
 
@@ -191,7 +190,6 @@ class NcclTransfer(Transfer):
     _groups: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        """Raise ValueError if vLLM or a GPU is missing."""
         check_nccl_transfer()
         import_vllm("transfer")
         self._device = torch.cuda.current_device()

@@ -23,15 +23,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from grpo_fn.shell.vllm.fingerprint import (
-    HEAD,
-    NOTHING,
-    Fingerprint,
-    WeightShare,
-    engine_weights,
-    has_head,
-    weight_fingerprint,
-)
+from grpo_fn.shell.vllm.fingerprint import HEAD, NOTHING, Fingerprint, engine_weights, has_head, weight_fingerprint
 
 
 class Receiving:
@@ -68,9 +60,8 @@ class Receiving:
 
     def weights_held(self) -> Fingerprint:
         """This worker's share of what the model holds; those of a replica's workers add up to all of it."""
-        group = get_tp_group()
-        share = WeightShare(group.rank_in_group, group.world_size)
-        return engine_weights(self.model, dtype=self.model_config.dtype, tied=is_tied(self.model_config), share=share)
+        dtype, tied, group = self.model_config.dtype, is_tied(self.model_config), get_tp_group()
+        return engine_weights(self.model, dtype=dtype, tied=tied, rank=group.rank_in_group, ranks=group.world_size)
 
 
 @dataclass

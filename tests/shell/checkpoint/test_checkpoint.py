@@ -223,7 +223,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
 def test_save_returns_before_anything_is_written_and_what_it_was_given_may_change(root, monkeypatch):
     go, given = held_back(monkeypatch), state(1.0)
     with AsyncSaver(root, ALONE) as writer:
-        held = writer.save(1, **given)
+        writer.save(1, **given)
         for value in (*given["tensors"].values(), given["blobs"]["optimizer"]["state"][0]["exp_avg"]):
             value.zero_()
         given["blobs"]["optimizer"]["lr"] = 9
@@ -232,16 +232,14 @@ def test_save_returns_before_anything_is_written_and_what_it_was_given_may_chang
         go.release()
         writer.wait()
         assert_state(load(root / "step_1"), 1.0)
-        assert held.staged > 0
-        assert held.waited < held.staged + 1
 
 
-def test_the_next_save_waits_for_the_one_before_and_says_how_long(root, monkeypatch):
+def test_the_next_save_waits_for_the_one_before(root, monkeypatch):
     go = held_back(monkeypatch)
     with AsyncSaver(root, ALONE) as writer:
         writer.save(1, **state(1.0))
         threading.Timer(0.1, go.release).start()
-        assert 0.05 < writer.save(2, **state(2.0)).waited < 30
+        writer.save(2, **state(2.0))
         assert steps(root) == [1]
         go.release()
     assert steps(root) == [1, 2]

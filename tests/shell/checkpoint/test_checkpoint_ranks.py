@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from grpo_fn.shell import atomic_io
 from grpo_fn.shell.checkpoint import async_saver, store, tensor_shards
-from grpo_fn.shell.checkpoint.async_saver import AsyncSaver, Retention
+from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.checkpoint.store import latest_verified, load_into, read_tensors
 from grpo_fn.shell.world import World
 
@@ -204,9 +204,8 @@ def test_what_changes_after_save_returned_is_saved_as_it_was(tmp_path: Path) -> 
 def save_many(world: World, root: Path) -> None:
     with AsyncSaver(root, world) as writer:
         for n in range(1, 5):
-            held = writer.save(n, tensors=state(world, n), blobs={}, meta={}, keep=Retention(2, 0, "m"))
-            assert held.staged > 0
-            assert held.waited >= 0
+            prune = partial(store.prune, root, keep_last=2, keep_best=0, metric="m")
+            writer.save(n, tensors=state(world, n), blobs={}, meta={}, prune=prune)
         writer.save(5, tensors={"only": torch.ones(world.size)}, blobs={}, meta={})  # another set, shared out anew
 
 

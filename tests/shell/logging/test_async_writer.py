@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from grpo_fn.shell.logging import metrics_writer
-from grpo_fn.shell.logging.metrics_writer import AsyncWriter, MetricsWriter, MirrorWriter
+from grpo_fn.shell.logging.metrics_writer import AsyncWriter, MetricsWriter
 from grpo_fn.shell.world import alone
 from grpo_fn.trainer import recording
 
@@ -129,7 +129,7 @@ def test_the_training_waits_when_too_much_is_waiting(tmp_path: Path) -> None:
 def test_a_run_that_is_alone_has_a_deadline_for_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "LOG", 0.05)
     gate = threading.Event()
-    with recording.open_writer(tmp_path, alone(torch.device("cpu")), MirrorWriter(), start_step=0) as writer:
+    with recording.open_writer(tmp_path, alone(torch.device("cpu")), None, start_step=0) as writer:
         writer.do("the rollout of step 3", partial(gate.wait, SOON))
         with pytest.raises(TimeoutError, match=r"got no result of writing the rollout of step 3 within 0\.05 s"):
             writer.wait()

@@ -259,7 +259,7 @@ def test_a_stored_step_can_be_replayed(P, G, T, seed, text):
         rollout_store.store_rollouts(root, 12, problems, G, rollout, reward, adv, keep=1)
         assert [p.name for p in root.iterdir()] == ["step_000012.jsonl.gz"]
         first = (root / "step_000012.jsonl.gz").read_bytes()
-        rows = rollout_store.load_rollouts(root / "step_000012.jsonl.gz")
+        rows = rollout_store.load_rows(root / "step_000012.jsonl.gz")
         rollout_store.store_rollouts(root, 12, problems, G, rollout, reward, adv, keep=1)
         assert (root / "step_000012.jsonl.gz").read_bytes() == first  # no clock in it
         assert gzip.decompress(first).isascii()

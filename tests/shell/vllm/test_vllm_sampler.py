@@ -42,7 +42,6 @@ from grpo_fn.shell.vllm.engine import (
     OnTurn,
     SamplingParams,
     StaleEngine,
-    WeightReceipt,
     row_seeds,
 )
 from grpo_fn.shell.vllm.fingerprint import HEAD, NOTHING, weight_fingerprint
@@ -100,9 +99,8 @@ class Engine:
         tokens = [(seed + 7 * i) % (VOCABULARY - 1) for i in range(1 + seed % most)]
         return EngineCompletion(tokens, [-token / 4 for token in tokens], len(tokens) < most, 0)
 
-    def push_weights(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
+    def push_weights(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> None:
         self.pushed.append((version, dict(weights)))
-        return WeightReceipt(version, NOTHING, None)
 
     def rest(self) -> None:
         self.calls.append("rest")
@@ -370,7 +368,7 @@ def test_stale_weights_are_reported_with_version_and_numbers(on_cuda: ColocatedE
         on_cuda.push_weights(weights(), version=4)
     assert not on_cuda.ready
     on_cuda.llm.loses = set()
-    assert on_cuda.push_weights(weights(), version=5).held is not None
+    assert on_cuda.push_weights(weights(), version=5) is not None
     assert on_cuda.figures()["engine/verified"] == 1.0
 
 
@@ -378,7 +376,7 @@ def test_a_layout_that_cannot_be_recognised_is_left_to_the_probe(on_cuda: Coloca
     """An engine that held something else than its folder from the first is not called stale for it."""
     on_cuda._in_folder = lambda: NOTHING
     on_cuda.llm.loses = {"model.norm.weight"}
-    assert on_cuda.push_weights(weights(), version=4).held is None
+    assert on_cuda.push_weights(weights(), version=4) is None
     assert on_cuda.ready
     assert on_cuda.figures()["engine/verified"] == 0.0
 
