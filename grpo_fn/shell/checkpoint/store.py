@@ -130,8 +130,7 @@ def prune(
 
 def steps(root: Path) -> list[int]:
     """The steps that have a folder, verified or not, ascending."""
-    matches = (re.fullmatch(r"step_(0|[1-9]\d*)", p.name) for p in _folders(root))
-    return sorted(int(match[1]) for match in matches if match)
+    return sorted(int(m[1]) for p in _folders(root) if (m := re.fullmatch(r"step_(0|[1-9]\d*)", p.name)))
 
 
 def clean_up_unfinished(root: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 import torch
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.tensorboard import SummaryWriter
@@ -110,14 +111,17 @@ class MetricsWriter(AbstractContextManager):
     def hparams(self, knobs: Mapping[str, int | float | str], measures: Sequence[str]) -> None:
         """A line of the tab "HParams": the knobs, beside the newest values of the scalars `measures`."""
         experiment, started, _ = hparams(dict(knobs), dict.fromkeys(measures))
-        with self._tensorboard() as board:
-            for summary in (experiment, started):
-                board._get_file_writer().add_summary(summary)
+        self._add_summaries(experiment, started)
 
     def finish(self) -> None:
         """Say in the tab "HParams" that the run came to its end."""
         *_, ended = hparams({}, {})
         self._add_summaries(ended)
+
+    def _add_summaries(self, *summaries: Summary) -> None:
+        with self._tensorboard() as board:
+            for summary in summaries:
+                board._get_file_writer().add_summary(summary)
 
     def close(self) -> None:
         """Write out everything and let go of the files."""

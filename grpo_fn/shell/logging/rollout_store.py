@@ -87,8 +87,7 @@ def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> Groups:
 
 def rollout_steps(root: Path) -> list[int]:
     """The steps that have a file, ascending."""
-    matches = (re.fullmatch(r"step_(\d{6,})\.jsonl\.gz", p.name) for p in root.iterdir())
-    return sorted(int(match[1]) for match in matches if match)
+    return sorted(int(m[1]) for p in root.iterdir() if (m := re.fullmatch(r"step_(\d{6,})\.jsonl\.gz", p.name)))
 
 
 def rollout_rows(
@@ -150,8 +149,7 @@ def write_evaluation_rows(path: Path, rows: Rows) -> None:
 
 def evaluation_steps(root: Path) -> list[int]:
     """The steps that have a file, ascending."""
-    matches = (re.fullmatch(r"step_(0|[1-9]\d*)\.jsonl", path.name) for path in root.iterdir())
-    return sorted(int(match[1]) for match in matches if match)
+    return sorted(int(m[1]) for p in root.iterdir() if (m := re.fullmatch(r"step_(0|[1-9]\d*)\.jsonl", p.name)))
 
 
 def _plain(value: Any) -> Any:

@@ -91,7 +91,8 @@ class JudgeRecord:
 
     def add(self, entries: Sequence[RecordedAnswer]) -> None:
         """Write entries; they are on the disk when this returns. Raises NoSpace when the disk is full."""
-        lines = [_line(entry) for entry in entries]
+        rows = [{"digest": entry.digest, "uid": entry.uid, **entry.answer._asdict()} for entry in entries]
+        lines = [(to_json(row) + "\n").encode("ascii") for row in rows]
         with self._lock:
             self._open()
             if self.folder is None:
@@ -157,10 +158,6 @@ class JudgeRecord:
         with entry.path.open("rb") as file:
             file.seek(entry.offset)
             return _entry(entry.path, file.read(entry.size)).answer
-
-
-def _line(entry: RecordedAnswer) -> bytes:
-    return (to_json({"digest": entry.digest, "uid": entry.uid, **entry.answer._asdict()}) + "\n").encode("ascii")
 
 
 def _entry(path: Path, line: bytes) -> RecordedAnswer:
@@ -392,7 +389,8 @@ async def _send(client: httpx2.AsyncClient, judge: Judge, question: JudgeQuestio
         raise TryAgain(f"{type(error).__name__} {error}") from error
     status, said = answer.status_code, answer.text[:SHOWN]
     if status in AGAIN or status >= 500:
-        raise TryAgain(f"status {status}: {said}", _retry_after(answer.headers.get("retry-after", "")))
+        after = answer.headers.get("retry-after", "")  # seconds, or a date, which counts for nothing
+        raise TryAgain(f"status {status}: {said}", float(after) if after.isascii() and after.isdigit() else 0.0)
     if status != 200:
         expected = f", expected {NEVER[status]}" if status in NEVER else ""
         return JudgeAnswer(None, f"{judge.endpoint}: got status {status}{expected}: {said}", fatal=status in NEVER)
@@ -411,8 +409,3 @@ def _read_answer(answer: Any) -> JudgeAnswer:
     counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
     # No content: the model has thought until it was cut off. That is an answer, which cannot be read.
     return JudgeAnswer(text or "", "", False, 0, *(n if isinstance(n, int) and n > 0 else 0 for n in counts))
-
-
-def _retry_after(header: str) -> float:
-    """Seconds that a server wants to be left alone; 0 where it says none, or a date."""
-    return float(header) if header.isascii() and header.isdigit() else 0.0
