@@ -32,13 +32,9 @@ from pool_rewards import (
 from grpo_fn.core.display_text import CONTROL
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.wrappers import with_timeout
-from grpo_fn.shell.reward_workers.reward_pool import (
-    COMPLAINTS,
-    RETURNED_NONE,
-    RewardError,
-    RewardPool,
-)
+from grpo_fn.shell.reward_workers.reward_pool import COMPLAINTS, RewardError, RewardPool
 from grpo_fn.shell.reward_workers.worker import check_reward_value
+from grpo_fn.shell.reward_workers.worker_pool import RETURNED_NONE
 
 
 def asked(*texts, answer="42"):
