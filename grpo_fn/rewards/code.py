@@ -8,6 +8,11 @@ Tests run apart from the program and see of it only the names that they need. A 
 the reference defines it, or when it is nothing else: not bound by setup or tests, not a built-in, not a module of
 the standard library (as the reference imports it, or `name.` where it does not). So a program that redefines `sorted`
 or `math` redefines them for itself.
+
+    problem      the problem, with `tests` and perhaps `setup` in `meta`, and a reference program or "" as its answer
+    completion   the completion that holds the program
+    run          runs a program against its tests: `sandbox.run_program` with its knobs; what it raises is raised
+    returns      the reward, less than 1 with the sandbox's reason; None for a problem that cannot be scored
 """
 
 import ast
@@ -34,17 +39,6 @@ def all_tests_pass(problem: Problem, completion: Completion, *, run: Runner) -> 
 
     Those are: none at all, tests that do not parse, and tests whose own objects cannot be handed to a program. The
     program is `program_of(completion.text)`; an empty one is wrong.
-
-    Args:
-        problem: the problem, with `tests` and perhaps `setup` in `meta`, and a reference program or "" as its answer.
-        completion: the completion that holds the program.
-        run: runs a program against its tests: `sandbox.run_program` with its knobs.
-
-    Returns:
-        1.0, or 0.0 with the sandbox's reason; None for a problem that cannot be scored.
-
-    Raises:
-        Exception: what `run` raises when it cannot run.
     """
     ran = run_against_tests(problem, completion, run)
     if ran is None or (None in ran.verdicts and False not in ran.verdicts):
@@ -57,17 +51,6 @@ def share_of_tests(problem: Problem, completion: Completion, *, run: Runner) -> 
 
     What ran before a time-out or a crash counts. A program that answers every test and is not proven to the end
     gets 0: it was gone by then, or left processes behind.
-
-    Args:
-        problem: the problem, as in `all_tests_pass`.
-        completion: the completion that holds the program.
-        run: runs a program against its tests: `sandbox.run_program` with its knobs.
-
-    Returns:
-        The share, in [0, 1], less than 1 with the sandbox's reason; None for a problem that cannot be scored.
-
-    Raises:
-        Exception: what `run` raises when it cannot run.
     """
     ran = run_against_tests(problem, completion, run)
     if ran is None or None in ran.verdicts:

@@ -14,16 +14,7 @@ from grpo_fn.core.types import Reward, Rollout
 
 
 def score_serially(fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
-    """The plain scorer: one row after the other, in this process. For rewards that cannot hang.
-
-    Args:
-        fn: a reward that is no coroutine function.
-        problems: one for each row.
-        completions: the rows, as many as problems.
-
-    Returns:
-        The reward of each row; None for one that cannot be scored.
-    """
+    """The plain scorer: one row after the other, in this process. For rewards that cannot hang, no coroutines."""
     return [fn(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
 
 

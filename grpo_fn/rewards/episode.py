@@ -1,4 +1,11 @@
-"""Rewards of whole episodes: what the environment gave at their turns, and what the policy did in them."""
+"""Rewards of whole episodes: what the environment gave at their turns, and what the policy did in them.
+
+    problem      the problem; not read
+    completion   the episode
+    returns      the reward; None where a turn that it reads could not be scored
+
+An episode without turns earns 0.
+"""
 
 from grpo_fn.core.problem import Completion, Problem
 
@@ -7,12 +14,7 @@ def total_reward(problem: Problem, completion: Completion, *, gamma: float) -> f
     """sum_k gamma^k r_k over the turns, k from 0: what the environment gave, a later turn for less where gamma < 1.
 
     Args:
-        problem: not read.
-        completion: the episode.
         gamma: discount a turn, in [0, 1]; 1 for the plain sum.
-
-    Returns:
-        The sum, 0 without turns; None where a turn could not be scored.
 
     Raises:
         ValueError: for a gamma outside [0, 1].
@@ -28,39 +30,18 @@ def total_reward(problem: Problem, completion: Completion, *, gamma: float) -> f
 
 
 def last_reward(problem: Problem, completion: Completion) -> float | None:
-    """The last turn's reward: the verdict, in environments that grade the end.
-
-    Args:
-        problem: not read.
-        completion: the episode.
-
-    Returns:
-        The reward, 0 without turns; None where the last turn could not be scored.
-    """
+    """The last turn's reward, 0 without turns: the verdict, in environments that grade the end."""
     return completion.turns[-1].reward if completion.turns else 0.0
 
 
 def used_tool(problem: Problem, completion: Completion) -> float:
-    """1 if a tool was called in any turn, else 0; give it the weight 0 to see it in the metrics alone.
-
-    Args:
-        problem: not read.
-        completion: the episode.
-
-    Returns:
-        1.0 or 0.0.
-    """
+    """1 if a tool was called in any turn, else 0; give it the weight 0 to see it in the metrics alone."""
     return float(any(turn.calls for turn in completion.turns))
 
 
 def right_with_tool(problem: Problem, completion: Completion) -> float | None:
     """`used_tool` of episodes whose last turn was rewarded: as a grader, the share of right answers that used a tool.
 
-    Args:
-        problem: not read.
-        completion: the episode.
-
-    Returns:
-        1.0 or 0.0; None, which no mean counts, where the last turn was not rewarded.
+    None, which no mean counts, where the last turn was not rewarded.
     """
     return used_tool(problem, completion) if last_reward(problem, completion) else None

@@ -1,5 +1,11 @@
 r"""Rewards for the form of a completion: boxes and tags, its length, or word for word the text that is expected.
 
+    problem      the problem; `same_text` reads its answer, the others nothing of it
+    completion   the completion that is judged; its `length` counts sampled tokens
+    tags         names of the tags, in order, without brackets
+    max_length   length at which a reward of length ends, tokens
+    returns      the reward; of form 1.0 or 0.0
+
 A completion that ran into the limit is never well formed. A box is `\boxed{...}` with braces balanced as TeX balances
 them: an escaped brace `\{` is a character, not a brace.
 """
@@ -18,15 +24,7 @@ _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
 
 
 def boxed(problem: Problem, completion: Completion) -> float:
-    r"""1 iff the completion ended by itself and holds exactly one `\boxed{...}`, closed and not empty; else 0.
-
-    Args:
-        problem: not read.
-        completion: the completion that is judged.
-
-    Returns:
-        1.0 or 0.0.
-    """
+    r"""1 iff the completion ended by itself and holds exactly one `\boxed{...}`, closed and not empty; else 0."""
     text = completion.text
     if completion.truncated or len(_MENTION.findall(text)) != 1:
         return 0.0
@@ -38,49 +36,24 @@ def answer_tags(problem: Problem, completion: Completion, *, tags: Sequence[str]
 
     Every tag opens once and closes once, no block is empty, and nothing but white space stands outside of the blocks.
     `("think", "answer")` is the format of DeepSeek-R1 (arXiv:2501.12948, table 1). Time is linear in the text.
-
-    Args:
-        problem: not read.
-        completion: the completion that is judged.
-        tags: names of the tags, in order, without brackets.
-
-    Returns:
-        1.0 or 0.0.
-
-    Raises:
-        ValueError: for tags that are no names, or not all different.
+    Other tags than different names raise ValueError.
     """
     return _well_tagged(completion.text, completion.truncated, tags)
 
 
 def answer_tags_by_prompt(problem: Problem, completion: Completion, *, tags: Sequence[str]) -> float:
-    """`answer_tags`, for a prompt or chat template that has opened the first tag already: the completion is inside.
-
-    Args:
-        problem: not read.
-        completion: the completion that is judged, without the first opening tag.
-        tags: names of the tags, in order, without brackets; the prompt opens the first.
-
-    Returns:
-        1.0 or 0.0.
-
-    Raises:
-        ValueError: as `answer_tags`.
-    """
+    """`answer_tags`, for a prompt or chat template that has opened the first tag already: the completion is inside."""
     return _well_tagged(f"<{tags[0]}>{completion.text}" if tags else "", completion.truncated, tags)
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last `\boxed{`; None when there is none or the last one never closes.
+    r"""Content of the last `\boxed{`, as it is; None when there is none or the last one never closes.
 
     The last opening decides: an answer retracted by a second box does not count, and of nested boxes the inner one
     does. Time is linear in the text.
 
     Args:
         text: text of a completion or of a solution.
-
-    Returns:
-        The text between the braces, as it is; None without a closed last box.
     """
     opening = next(iter(deque(_OPENING.finditer(text), maxlen=1)), None)
     if opening is None:
@@ -108,15 +81,7 @@ def _well_tagged(text: str, truncated: bool, tags: Sequence[str]) -> float:
 
 
 def same_text(problem: Problem, completion: Completion) -> float:
-    """1 iff the completion ended by itself and is the answer, white space around them aside; else 0.
-
-    Args:
-        problem: its answer is the text that is expected.
-        completion: the completion that is judged.
-
-    Returns:
-        1.0 or 0.0.
-    """
+    """1 iff the completion ended by itself and is the answer, white space around them aside; else 0."""
     return float(not completion.truncated and completion.text.strip() == problem.answer.strip())
 
 
@@ -133,13 +98,7 @@ def soft_overlong_punishment(problem: Problem, completion: Completion, *, max_le
     it to the verdict and lets it begin at 16,384 of 20,480 tokens: max_length 20480, cache_length 4096 (section 4.1).
 
     Args:
-        problem: not read.
-        completion: the completion; its `length` counts sampled tokens.
-        max_length: length from which the reward is -1, tokens.
         cache_length: length of the interval before `max_length` in which the reward falls, tokens.
-
-    Returns:
-        The reward, in [-1, 0].
 
     Raises:
         ValueError: unless 0 < cache_length <= max_length.
@@ -168,18 +127,12 @@ def cosine_length(
     answers over long ones, and thinking longer over being wrong soon.
 
     Args:
-        problem: the problem, passed to `verdict`.
-        completion: the completion; its `length` counts sampled tokens.
         verdict: the reward that says right (1 or more) or wrong.
-        max_length: length at which the cosine ends, tokens.
         right_empty: reward of a right completion of no token.
         right_full: limit of the reward of a right completion at `max_length`.
         wrong_empty: reward of a wrong completion of no token.
         wrong_full: limit of the reward of a wrong completion at `max_length`.
         exceeded: reward of a completion of `max_length` tokens or more, right or wrong.
-
-    Returns:
-        The reward; None where the verdict is None.
 
     Raises:
         ValueError: unless max_length >= 1.
@@ -202,13 +155,8 @@ def repeated_ngrams(problem: Problem, completion: Completion, *, ngram: int, max
     a reward knows the text and not its tokens. In scripts that do not space words it therefore sees little.
 
     Args:
-        problem: not read.
-        completion: the completion; its text is split into words.
         ngram: words of an n-gram.
         max_penalty: bound of the penalty, in units of the reward.
-
-    Returns:
-        The reward, in (-max_penalty, 0].
 
     Raises:
         ValueError: unless ngram >= 1 and max_penalty >= 0.

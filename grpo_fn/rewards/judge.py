@@ -3,6 +3,10 @@
 What scores rows, a `reward_pool.RewardPool`, sends the question and gets the answer. What the policy wrote is data
 to the judge: it stands between two fences, and a verdict counts only behind a mark. Both depend on it by SHA-256, so
 that it can hold neither.
+
+    answer    the judge's answer; what comes before its last `</think>` is not read
+    mark      the mark of the question, behind which the verdict stands
+    returns   the reward; None for an answer that cannot be read
 """
 
 import hashlib
@@ -40,43 +44,26 @@ class Judge:
 
     It is a part, a grader, in `wrappers.with_timeout`, or in a table of `wrappers.by_task`; else it is refused.
 
-    Args:
-        name: of the part: `reward/<name>`.
-        endpoint: address up to the version, `http://host:8000/v1`.
-        model: the model's name there.
-        system: text of the system message; empty for none.
-        template: text of the question; holds `{completion}`, `{fence}` and `{mark}`, and may hold `{prompt}` and
-            `{answer}`.
-        read: (the judge's answer, the mark) -> the reward, or None for one that cannot be read: `marked_score`.
-        sampling: more fields of a chat completion request, `{"temperature": 0.0, "max_tokens": 512}`.
-        concurrency: requests under way at once, of each rank.
-        retries: how often a request is sent again that was refused for now (429, 5xx), late or not understood.
-        backoff_seconds: wait before the first of these; each later one waits twice as long, up to a minute.
-        request_seconds: longest wait for the answer to one request.
-        batch_seconds: longest time from asking to an answer, with all waiting, for rows that are asked about together.
-        max_failures: questions in a row without an answer that end the run.
-        api_key_variable: environment variable with the key; None: the endpoint needs none.
-
     Raises:
         ValueError: for an endpoint that is no address or holds a password, no model, a template without its fields, a
             reader that reads a verdict in an empty text, fields of the request that are the judge's own, and numbers
             that are too small.
     """
 
-    name: str
-    endpoint: str
-    model: str
-    system: str
-    template: str
-    read: ReadVerdict
-    sampling: Mapping[str, Any]
-    concurrency: int
-    retries: int
-    backoff_seconds: float
-    request_seconds: float
-    batch_seconds: float
-    max_failures: int
-    api_key_variable: str | None
+    name: str  # of the part: `reward/<name>`
+    endpoint: str  # address up to the version, `http://host:8000/v1`
+    model: str  # the model's name there
+    system: str  # text of the system message; empty for none
+    template: str  # the question; holds `{completion}`, `{fence}` and `{mark}`, and may hold `{prompt}` and `{answer}`
+    read: ReadVerdict  # (the judge's answer, the mark) -> the reward, or None for what cannot be read: `marked_score`
+    sampling: Mapping[str, Any]  # more fields of a chat completion request, `{"temperature": 0.0, "max_tokens": 512}`
+    concurrency: int  # requests under way at once, of each rank
+    retries: int  # how often a request is sent again that was refused for now (429, 5xx), late or not understood
+    backoff_seconds: float  # wait before the first of these; each later one waits twice as long, up to a minute
+    request_seconds: float  # longest wait for the answer to one request
+    batch_seconds: float  # longest time from asking to an answer, with all waiting, for rows asked about together
+    max_failures: int  # questions in a row without an answer that end the run
+    api_key_variable: str | None  # environment variable with the key; None: the endpoint needs none
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot be a judge."""
@@ -155,18 +142,11 @@ def without_chat_marks(text: str) -> str:
 
 
 def marked_score(answer: str, mark: str, *, low: float, high: float) -> float | None:
-    """The number that stands behind the mark, from 0 for `low` to 1 for `high`.
-
-    What comes before the last `</think>` is not read.
+    """(number - low) / (high - low) of the number behind the mark; None for none in [low, high] or different ones.
 
     Args:
-        answer: of the judge.
-        mark: of the question.
         low: the least number.
         high: the most.
-
-    Returns:
-        (number - low) / (high - low); None where there is no number, one outside of [low, high], or different ones.
 
     Raises:
         ValueError: for a low that is not less than high.
@@ -179,17 +159,10 @@ def marked_score(answer: str, mark: str, *, low: float, high: float) -> float | 
 
 
 def marked_word(answer: str, mark: str, *, values: Mapping[str, float]) -> float | None:
-    """The reward of the word that stands behind the mark, in capital letters or not.
-
-    What comes before the last `</think>` is not read.
+    """The reward of the word behind the mark, in capital letters or not; None for none of them, or different ones.
 
     Args:
-        answer: of the judge.
-        mark: of the question.
         values: reward of each word, `{"yes": 1.0, "no": 0.0}`.
-
-    Returns:
-        The value; None where there is none of the words, or different ones.
 
     Raises:
         ValueError: for no words.

@@ -1,4 +1,11 @@
-"""Rewards for math: the verdicts of `grpo_fn.verifier` on the answer of a completion."""
+"""Rewards for math: the verdicts of `grpo_fn.verifier` on the answer of a completion.
+
+    problem      the problem; its answer is the gold, LaTeX or plain text
+    completion   the completion with the answer
+    returns      1.0, 0.0, or None when the gold itself cannot be parsed
+
+docs/rewards/verifier.md says which answers are equal.
+"""
 
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.verifier import judge, verify_answer
@@ -13,13 +20,6 @@ def correct(problem: Problem, completion: Completion) -> float | None:
     last box that never closes, an answer longer than `LONGEST_ANSWER` and no marked answer at all are wrong. To a gold
     that is a plain number a sum or product that is still to be done is no answer; a closed form of it, 5! or i^4, is
     one here and none for `correct_evaluated`.
-
-    Args:
-        problem: the problem; its answer is the gold, LaTeX or plain text.
-        completion: the completion with the answer.
-
-    Returns:
-        1.0, 0.0, or None when the gold itself cannot be parsed.
     """
     return verify_answer(problem.answer, completion.text)
 
@@ -29,26 +29,11 @@ def correct_evaluated(problem: Problem, completion: Completion) -> float | None:
 
     A gold that is a plain number gets a number, a fraction or a power. No function may be left that the gold does not
     use itself: where a prompt asks for `\binom{8}{4}`, to copy it is no answer.
-
-    Args:
-        problem: the problem; its answer is the gold, LaTeX or plain text.
-        completion: the completion with the answer.
-
-    Returns:
-        1.0, 0.0, or None when the gold itself cannot be parsed.
     """
     return judge(problem.answer, completion.text, marked_answer(completion.text)).evaluated
 
 
 def lenient(problem: Problem, completion: Completion) -> float | None:
-    """1 iff the answer equals the gold, worked out or not; without a marked answer, the last formula or number.
-
-    Args:
-        problem: the problem; its answer is the gold, LaTeX or plain text.
-        completion: the completion with the answer.
-
-    Returns:
-        1.0, 0.0, or None when the gold itself cannot be parsed.
-    """
+    """1 iff the answer equals the gold, worked out or not; without a marked answer, the last formula or number."""
     answer = marked_answer(completion.text)
     return judge(problem.answer, completion.text, last_value(completion.text) if answer is None else answer).lenient

@@ -1,4 +1,11 @@
-"""Rewards around rewards: a timeout for one of them, one reward for each task of a mixture."""
+"""Rewards around rewards: a timeout for one of them, one reward for each task of a mixture.
+
+    problem      the problem of the row; of a mixture with its part's name in `meta["task"]`
+    completion   the completion of the row
+    returns      what the wrapped reward returns
+
+What scores rows looks through both for the rewards within.
+"""
 
 from collections.abc import Awaitable, Mapping
 
@@ -15,13 +22,8 @@ def with_timeout(
     `judge/wrappers.with_timeout.seconds = 60.0`, and `@judge/wrappers.with_timeout` among the parts.
 
     Args:
-        problem: the problem of the row.
-        completion: the completion of the row.
         reward: the wrapped reward.
         seconds: wall clock for one row, seconds; `RewardPool` reads it instead of its `timeout_per_completion`.
-
-    Returns:
-        What `reward` returns: its value, None, or an awaitable of it.
     """
     return reward(problem, completion)
 
@@ -30,12 +32,7 @@ def by_task(problem: Problem, completion: Completion, *, rewards: Mapping[str, R
     """The reward that `rewards` names for the problem's part of the mixture, `meta["task"]`.
 
     Args:
-        problem: a problem of a mixture, with its part's name in `meta["task"]`.
-        completion: its completion.
         rewards: the reward of each part, by the part's name.
-
-    Returns:
-        The value of that reward; None for what cannot be scored.
 
     Raises:
         ValueError: for a problem of no part, or of one without a reward.

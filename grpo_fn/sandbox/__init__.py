@@ -24,7 +24,7 @@ LONGEST_COMPLAINT = 600  # characters
 # Not -I: it would ignore PYTHONHASHSEED, without which the order of a set of texts would differ from run to run.
 PYTHON_FLAGS = ("-s", "-S", "-P", "-B", "-X", "utf8", "-W", "ignore")
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
-MODULES = ("rpc", "pipe", "confine", "harness")  # in this order
+MODULES = ("rpc", "confine", "harness")  # in this order
 # The harness comes through the pipe: the inside has no file of it, and what is compiled once starts fast.
 BOOT = """
 import marshal, os, sys

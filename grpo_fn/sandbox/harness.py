@@ -11,8 +11,7 @@ import sys
 import time
 
 from grpo_fn.sandbox import confine
-from grpo_fn.sandbox.pipe import Channel, read_exactly, write_all
-from grpo_fn.sandbox.rpc import PROGRAM_OPS, ChannelClosed, Peer, Unsendable
+from grpo_fn.sandbox.rpc import PROGRAM_OPS, Channel, ChannelClosed, Peer, Unsendable, read_exactly, write_all
 
 READY = "ready"
 LONGEST_REASON = 400  # characters
@@ -73,17 +72,16 @@ def run_tests(task, channel, report):
     """Load the program, run the setup, then every test, and report each test's verdict as it comes."""
     peer = Peer(channel.read, channel.write, {"call": PROGRAM_OPS["call"]}, callable)
     space = {"__name__": "tests"}
-    ready = test_holds(lambda: fill_namespace(task, peer, space), channel, report)
+
+    def fill_namespace():  # with what the tests need of the program's, then with what the setup makes of it
+        found = peer.ask("load", task["sources"], task["names"])
+        space.update((name, found[name]) for name in task["names"] if name in found)
+        exec_code(task["setup"], space)
+
+    ready = test_holds(fill_namespace, channel, report)
     for test in task["tests"]:
         verdict = test_holds(lambda test=test: exec_code(test, space), channel, report) if ready else ready
         report.say("verdict", {True: "right", False: "wrong", None: "unscorable"}[verdict])
-
-
-def fill_namespace(task, peer, space):
-    """Fill the tests' namespace: what they need of the program's, then what the setup makes of it."""
-    found = peer.ask("load", task["sources"], task["names"])
-    space.update((name, found[name]) for name in task["names"] if name in found)
-    exec_code(task["setup"], space)
 
 
 def exec_code(code, space):

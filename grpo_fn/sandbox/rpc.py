@@ -7,6 +7,9 @@ plain value that it does not hold, whatever it would like to equal. This file ru
 
 import builtins
 import operator
+import os
+import select
+import time
 
 # -- plain values to bytes and back
 
@@ -123,38 +126,8 @@ class Remote:
         for name, value in (("peer", peer), ("number", number), ("holds", holds)):
             object.__setattr__(self, f"_Remote__{name}", value)
 
-    def __call__(self, /, *args, **kwargs):
-        return self.__peer.ask("call", self, *args, **kwargs)
-
-    def __getattr__(self, name):
-        return self.__peer.ask("getattr", self, name)
-
-    def __setattr__(self, name, value):
-        self.__peer.ask("setattr", self, name, value)
-
-    def __getitem__(self, key):
-        return self.__peer.ask("getitem", self, key)
-
-    def __setitem__(self, key, value):
-        self.__peer.ask("setitem", self, key, value)
-
-    def __len__(self):
-        return self.__peer.ask("len", self)
-
-    def __bool__(self):
-        return self.__peer.ask("bool", self)
-
-    def __str__(self):
-        return self.__peer.ask("str", self)
-
     def __instancecheck__(self, value):
         return self.__peer.ask("isinstance", value, self) is True
-
-    def __iter__(self):
-        return self.__peer.ask("iter", self)
-
-    def __next__(self):
-        return self.__peer.ask("next", self)
 
     def __eq__(self, other):
         """Another object of its own side it may be compared with there; a plain value only as the plain value it is."""
@@ -168,6 +141,15 @@ class Remote:
 
 def _plain(value):
     return None if isinstance(value, Remote) else value
+
+
+def _of_its_side(name):
+    """An operation that is carried out where the object lives."""
+    return lambda self, /, *args, **kwargs: self._Remote__peer.ask(name, self, *args, **kwargs)
+
+
+for _name in ("call", "getattr", "setattr", "getitem", "setitem", "len", "bool", "str", "iter", "next"):
+    setattr(Remote, f"__{_name}__", _of_its_side(_name))
 
 
 def _of_one_side(name):
@@ -309,6 +291,127 @@ def _exception(base, text, *, stops):
         return kind(text) if known else RuntimeError(f"{base}: {text}")
     except TypeError:  # the UnicodeErrors want more than a text
         return RuntimeError(f"{base}: {text}")
+
+
+# -- the judge's end of the pipes to the program: keeps the time, counts what comes, and notices who is gone
+
+
+CHUNK = 65536
+START_SECONDS = 30.0  # for the program's process to be shut in
+START_BYTES = 2**16
+
+
+class Channel:
+    """Requests out, replies and printed text in, all of them pipes; `life` hangs up when the caller outside is gone.
+
+    Every method raises ChannelClosed when the conversation is over, and goes on doing so.
+    """
+
+    def __init__(self, requests, replies, output, life):
+        self.requests, self.replies, self.output, self.life = requests, replies, output, life
+        self.incoming, self.text, self.over = bytearray(), bytearray(), ""
+        self.closed = False  # on the program's side
+        self.seconds, self.most = START_SECONDS, START_BYTES
+        self.left, self.due = START_BYTES, time.monotonic() + START_SECONDS
+        self.poll = select.poll()
+        for fd in (replies, output, life):
+            self.poll.register(fd, select.POLLIN)
+        os.set_blocking(requests, False)
+
+    def first(self):
+        """The first line that the program's process says, of its own accord."""
+        try:
+            while b"\n" not in self.incoming:
+                self._wait()
+        except ChannelClosed as ended:
+            return f"the program's process: {ended}"
+        line, _, self.incoming = self.incoming.partition(b"\n")
+        return line.decode(errors="replace")
+
+    def begin(self, seconds, most):
+        """From now on the program has `seconds` of wall clock, and `most` bytes to print and to answer with."""
+        self.seconds, self.most = seconds, most
+        self.due, self.left = time.monotonic() + seconds, most
+
+    def check(self):
+        """Raises ChannelClosed if a wait did: a test may have caught it."""
+        if self.over:
+            raise ChannelClosed(self.over)
+
+    def read(self, size):
+        """So many bytes of the replies."""
+        while len(self.incoming) < size:
+            self._wait()
+        data = bytes(self.incoming[:size])
+        del self.incoming[:size]
+        return data
+
+    def write(self, data):
+        """Send it all."""
+        self.check()
+        while data:
+            try:
+                data = data[os.write(self.requests, data) :]
+            except BlockingIOError:
+                self.poll.register(self.requests, select.POLLOUT)
+                self._wait()
+                self.poll.unregister(self.requests)
+            except BrokenPipeError:
+                self.closed = True
+                self._end("the program ended")
+
+    def take_output(self):
+        """What the program printed, with what may still be in the pipe."""
+        if select.select([self.output], [], [], 0)[0]:
+            self.text += os.read(self.output, CHUNK)
+        return self.text.decode(errors="replace")
+
+    def _wait(self):
+        """Take in what has come, as soon as there is something."""
+        self.check()
+        seconds = self.due - time.monotonic()
+        ready = self.poll.poll(1000 * seconds) if seconds > 0 else []
+        if not ready:
+            self._end(f"over the wall time of {self.seconds:g} s")
+        for fd, _ in ready:
+            if fd != self.requests:
+                self._take(fd)
+
+    def _take(self, fd):
+        data = os.read(fd, CHUNK)
+        self.left -= len(data)
+        if fd == self.life:
+            self._end("the parent no longer waits for the verdict")
+        if fd == self.replies and not data:
+            self.closed = True
+            self._end("the program ended")
+        if self.left < 0:
+            self._end(f"over the output limit of {self.most // 1024} kB, printed and answered together")
+        if data:
+            target = self.incoming if fd == self.replies else self.text
+            target += data
+        else:
+            self.poll.unregister(fd)
+
+    def _end(self, reason):
+        self.over = reason
+        raise ChannelClosed(reason)
+
+
+def read_exactly(fd, size):
+    """So many bytes from a descriptor. Raises ChannelClosed when it ends before."""
+    data = bytearray()
+    while len(data) < size:
+        if not (more := os.read(fd, size - len(data))):
+            raise ChannelClosed("the judge ended")
+        data += more
+    return bytes(data)
+
+
+def write_all(fd, data):
+    """Write it all."""
+    while data:
+        data = data[os.write(fd, data) :]
 
 
 # What the program does for the judge.

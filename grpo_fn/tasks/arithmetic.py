@@ -3,10 +3,15 @@
 What is asked is one of a finite list of *contents*: a first number and some additions and subtractions, operands in
 1..max_value, never below zero on the way. Sentences drawn at random turn a content into English. A content is either
 held out or trained on, whatever the words, so no training draw can touch a held-out problem.
+
+    max_value     largest operand
+    operations    additions and subtractions in each problem
+    test_size     held-out problems
+    returns       the task
 """
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, product
 from typing import NamedTuple, TypeVar
 
@@ -52,15 +57,7 @@ def task(*, max_value: int, operations: int, test_size: int) -> Task:
 
     Training draws a content uniformly among the rest and words it at random: `size` counts those contents.
     The held-out set has one problem per held-out content; it depends on the knobs alone, and a larger `test_size`
-    extends a smaller one.
-
-    Args:
-        max_value: largest operand.
-        operations: additions and subtractions in each problem.
-        test_size: held-out problems.
-
-    Returns:
-        The task; problems bring `changes` and `values` in `meta`, for `worked_solution`.
+    extends a smaller one. Problems bring `changes` and `values` in `meta`, for `worked_solution`.
 
     Raises:
         ValueError: for a max_value below 2, no operations, or a test_size that leaves nothing on a side.
@@ -72,8 +69,14 @@ def task(*, max_value: int, operations: int, test_size: int) -> Task:
         raise ValueError(f"test_size: got {test_size}, expected 1 to {total - 1} of the {total} contents")
     held_out, rest = split_contents(max_value=max_value, operations=operations, test_size=test_size)
     words = frozen_key(_split_key(1))
-    test = [_word(content, i, _draw(words, operations, i)) for i, content in enumerate(held_out)]
-    return generated_task(partial(_train, rest, operations), test, len(rest))
+    test = [_word(content, i, block_uniforms(words, _WORDS + operations, i)) for i, content in enumerate(held_out)]
+
+    def train(key: Tensor, index: int) -> Problem:
+        check_index(index)
+        draw = block_uniforms(frozen_key(key), _WORDS + operations, index)
+        return _word(_pick(rest, draw[0]), index, draw)
+
+    return generated_task(train, test, len(rest))
 
 
 @lru_cache(maxsize=4)
@@ -96,28 +99,14 @@ def split_contents(
 
 
 def worked_solution(problem: Problem) -> str:
-    r"""A solution that shows its working: `7+5=12 12-3=9 \boxed{9}`.
-
-    Args:
-        problem: a problem of `arithmetic.task`.
-
-    Returns:
-        The text of a right completion.
-    """
+    r"""A solution that shows its working: `7+5=12 12-3=9 \boxed{9}`."""
     changes, values = problem.meta["changes"], problem.meta["values"]
     steps = (f"{x}{op}{b}={y}" for x, (op, b), y in zip(values[:-1], changes, values[1:], strict=True))
     return f"{' '.join(steps)} {answer_only(problem)}"
 
 
 def answer_only(problem: Problem) -> str:
-    r"""A solution that states the answer alone: `\boxed{9}`.
-
-    Args:
-        problem: a problem with an answer.
-
-    Returns:
-        The text of a right completion.
-    """
+    r"""A solution that states the answer alone: `\boxed{9}`."""
     return rf"\boxed{{{problem.answer}}}"
 
 
@@ -125,44 +114,17 @@ def demonstration_task(*, max_value: int, operations: int, test_size: int, worke
     """The task, each of its problems with a right solution to be answered with: those that a warm start learns.
 
     Args:
-        max_value: largest number of a word problem.
-        operations: steps of a word problem.
-        test_size: held-out problems.
         worked_share: probability that a completion shows the working, in [0, 1].
-
-    Returns:
-        The task.
-
-    Raises:
-        ValueError: as `task`.
     """
     whole = task(max_value=max_value, operations=operations, test_size=test_size)
-    key = prng.key(_STYLE, device="cpu")
-    show = partial(_demonstrated, frozen_key(key), worked_share)
+    style = frozen_key(prng.key(_STYLE, device="cpu"))
+
+    def show(problem: Problem, index: int) -> Problem:
+        solution = worked_solution if block_uniforms(style, _WORDS, index)[0] < worked_share else answer_only
+        return problem._replace(meta={**problem.meta, COMPLETION: solution(problem)})
+
     tests = tuple(show(problem, index) for index, problem in enumerate(whole.test))
-    return whole._replace(train=partial(_demonstrated_train, whole.train, show), test=tests)
-
-
-def _demonstrated(style: FrozenKey, worked_share: float, problem: Problem, index: int) -> Problem:
-    solution = worked_solution if _draw(style, 0, index)[0] < worked_share else answer_only
-    return problem._replace(meta={**problem.meta, COMPLETION: solution(problem)})
-
-
-def _demonstrated_train(
-    train: Callable[[Tensor, int], Problem], show: Callable[[Problem, int], Problem], key: Tensor, index: int
-) -> Problem:
-    return show(train(key, index), index)
-
-
-def _train(rest: tuple[Content, ...], operations: int, key: Tensor, index: int) -> Problem:
-    check_index(index)
-    draw = _draw(frozen_key(key), operations, index)
-    return _word(_pick(rest, draw[0]), index, draw)
-
-
-def _draw(frozen: FrozenKey, operations: int, index: int) -> list[float]:
-    """The uniforms of one problem."""
-    return block_uniforms(frozen, _WORDS + operations, index)
+    return whole._replace(train=lambda key, index: show(whole.train(key, index), index), test=tests)
 
 
 def block_uniforms(frozen: FrozenKey, width: int, index: int) -> list[float]:

@@ -1,4 +1,12 @@
-"""Published data sets as files: GSM8K, MATH and MBPP."""
+"""Published data sets as files: GSM8K, MATH and MBPP.
+
+    data       folder with the files
+    template   text of a prompt; holds the named fields in braces. Other braces, as of `\\boxed{}`, stand for themselves
+    returns    the task
+
+Rows without the fields raise ValueError, which names file and line, as do missing or empty files and a template
+without its fields.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,18 +26,7 @@ from grpo_fn.tasks.task import Task, all_answered, drop_unanswered, filter_rows,
 def gsm8k(*, data: str, template: str) -> Task:
     r"""The problems of `train.jsonl` and `test.jsonl` in the folder `data`, each put to the model as `template` says.
 
-    The held-out set is the test file, in its order.
-
-    Args:
-        data: folder with both files.
-        template: text of a prompt; holds `{question}`. Other braces, as of `\boxed{}`, stand for themselves.
-
-    Returns:
-        The task.
-
-    Raises:
-        ValueError: for a missing or empty file, a row without the fields or an answer without `####`, naming file and
-            line; for a template without `{question}`.
+    The held-out set is the test file, in its order. `template` holds `{question}`.
     """
     templates.check_template(template, ["question"])
     train, test = (
@@ -75,19 +72,15 @@ def math(
     held-out one is refused.
 
     Args:
-        data: folder with the files.
         train: names of the files to train on, JSON lines.
         test: name of the held-out file, JSON lines.
         levels: levels of the training rows, 1 to 5; None for the two published rows that have none.
         subjects: subjects of the training rows, as the files name them.
-        template: text of a prompt; holds `{problem}`. Other braces, as of `\boxed{}`, stand for themselves.
-
-    Returns:
-        The task.
+        template: text of a prompt; holds `{problem}`.
 
     Raises:
-        ValueError: for a row without the fields or with another level, naming file and line; for a level or subject of
-            which there is no row, a held-out row without an answer, and as `gsm8k` for the other knobs.
+        ValueError: for a row with another level, a level or subject of which there is no row, and a held-out row
+            without an answer.
     """
     templates.check_template(template, ["problem"])
     read = partial(jsonl_rows, Path(data), fields=("problem",))
@@ -142,21 +135,22 @@ def mbpp(*, data: str, file: str, train: Sequence[str], test: Sequence[str], tem
     them. Line ends become \\n.
 
     Args:
-        data: folder with the file.
         file: either published file: `mbpp.jsonl`, or `sanitized-mbpp.jsonl`, whose `test_imports` are the setup.
         train: splits to train on, at least one.
         test: splits held out.
         template: text of a prompt; holds `{text}` and, when `shown_tests` is not 0, `{tests}`: asserts, a line each.
         shown_tests: asserts in the prompt, the first ones; with 0 the model has to guess the function's name.
 
-    Returns:
-        The task.
-
     Raises:
-        ValueError: for a row without the fields, without asserts or with another task_id, naming file and line; for an
-            unknown split, one on both sides, one without rows, and a template or number that does not fit.
+        ValueError: for a row without asserts or with another task_id; for an unknown split, one on both sides, one
+            without rows, and a template or number that does not fit.
     """
-    _check_splits(train, test)
+    unknown = [name for name in (*train, *test) if name not in SPLITS]
+    if unknown or len({*train, *test}) < len(train) + len(test) or not train:
+        raise ValueError(
+            f"splits: got train {list(train)} and test {list(test)}, expected some of {', '.join(SPLITS)}, each once, "
+            "and at least one to train on"
+        )
     if shown_tests < 0:
         raise ValueError(f"shown_tests: got {shown_tests}, expected 0 or more")
     if not shown_tests and "{tests}" in template:
@@ -172,15 +166,6 @@ def mbpp(*, data: str, file: str, train: Sequence[str], test: Sequence[str], tem
         raise ValueError(f"{Path(data) / file}: got no rows of {', '.join(empty)}, expected a task_id of those splits")
     rows, held_out = (list(chain.from_iterable(splits[name] for name in names)) for names in (train, test))
     return from_rows(rows, held_out)
-
-
-def _check_splits(train: Sequence[str], test: Sequence[str]) -> None:
-    unknown = [name for name in (*train, *test) if name not in SPLITS]
-    if unknown or len({*train, *test}) < len(train) + len(test) or not train:
-        raise ValueError(
-            f"splits: got train {list(train)} and test {list(test)}, expected some of {', '.join(SPLITS)}, each once, "
-            "and at least one to train on"
-        )
 
 
 def _split(row: Row) -> str:

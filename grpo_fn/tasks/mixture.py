@@ -5,11 +5,16 @@ are exact over whole blocks, and a part's place in its own stream is known witho
 without a gap, epoch by epoch. Within a block draws are spread: the j-th of a part's c stands at (j + u) / c of the
 block, u uniform, and the block is the order of these places. So a stretch of the stream is off its shares by less
 than the number of parts at each of its two ends, and still has no rhythm that could fall in with ranks or minibatches.
+
+    tasks     function that makes each part, by the part's name
+    base      function that makes the task, whose held-out problems stay
+    returns   the task
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
+from itertools import islice
 from math import gcd, isfinite, lcm
 
 import torch
@@ -22,9 +27,11 @@ from grpo_fn.tasks.task import (
     Predicate,
     Task,
     check_index,
+    different_prompts,
     filter_rows,
     frozen_key,
     list_places,
+    narrow_rows,
     normalize_prompt,
     number_rows,
     number_tests,
@@ -48,11 +55,7 @@ def task(*, tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, int |
     is a held-out problem of another is left out and noted.
 
     Args:
-        tasks: function that makes each part, by the part's name.
         weights: weight of each part in the stream, by the same names; a part of weight 0 adds held-out problems alone.
-
-    Returns:
-        The mixture, which notes its shares.
 
     Raises:
         ValueError: when names differ, for weights as `whole_counts`, for a weight on a task without training rows, and
@@ -67,14 +70,8 @@ def task(*, tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, int |
 def arms(*, tasks: Mapping[str, Callable[[], Task]]) -> Task:
     """The named tasks as arms of one task, for a curriculum to choose among: problem `turn * A + arm` is the arm's own.
 
-    Args:
-        tasks: function that makes each part, by the part's name; levels from the easy to the hard.
-
-    Returns:
-        The task, with all of their held-out problems; `meta["task"]` names a problem's part.
-
-    Raises:
-        ValueError: as `task`, and for a part without training rows.
+    Parts are levels from the easy to the hard; `meta["task"]` names a problem's part. Raises ValueError as `task` does,
+    and for a part without training rows.
     """
     test, notes, parts = _apart_parts(tasks, dict.fromkeys(tasks, 1))
     return _with_arms(test, notes, parts)
@@ -139,46 +136,40 @@ def _apart_parts(
 
 
 def _with_arms(test: tuple[Problem, ...], notes: Sequence[str], parts: Parts) -> Task:
+    def train(key: Tensor, index: int) -> Problem:
+        turn, arm = turn_and_arm(index, len(parts))
+        name, part, _ = parts[arm]
+        return _named(name, part.train(_keys(frozen_key(key), 1 + len(parts))[1 + arm], turn))._replace(uid=index)
+
+    def narrow(task: Task, predicate: Predicate) -> Task:
+        left = tuple((name, _kept(name, part, predicate), count) for name, part, count in parts)
+        return _with_arms(task.test, task.notes, left)
+
     whole = _over(test, tuple(notes), parts)
-    narrow = partial(_narrow_arms, parts)
-    return whole._replace(train=partial(_train_arm, parts), narrow=narrow, arms=tuple(name for name, _, _ in parts))
-
-
-def _train_arm(parts: Parts, key: Tensor, index: int) -> Problem:
-    turn, arm = turn_and_arm(index, len(parts))
-    name, part, _ = parts[arm]
-    return _named(name, part.train(_keys(frozen_key(key), len(parts))[1 + arm], turn))._replace(uid=index)
-
-
-def _narrow_arms(parts: Parts, task: Task, predicate: Predicate) -> Task:
-    left = tuple((name, _kept(name, part, predicate), count) for name, part, count in parts)
-    return _with_arms(task.test, task.notes, left)
+    return whole._replace(train=train, narrow=narrow, arms=tuple(name for name, _, _ in parts))
 
 
 def _over(test: tuple[Problem, ...], notes: tuple[str, ...], parts: Parts) -> Task:
+    def train(key: Tensor, index: int) -> Problem:
+        check_index(index)
+        order, *keys = _keys(frozen_key(key), 1 + len(parts))
+        turn, before = part_at(order, index, tuple(count for _, _, count in parts))
+        name, part, _ = parts[turn]
+        return _named(name, part.train(keys[turn], before))._replace(uid=index)
+
+    def narrow(task: Task, predicate: Predicate) -> Task:
+        left = tuple((name, _kept(name, part, predicate) if count else part, count) for name, part, count in parts)
+        return _over(task.test, task.notes, left)
+
     drawn = [(name, part) for name, part, count in parts if count]
     rows = tuple(_named(name, row) for name, part in drawn for row in part.rows)
-    size = sum(part.size for _, part in drawn)
-    return Task(partial(_train, parts), test, size, rows, partial(_narrow, parts), notes)
-
-
-def _train(parts: Parts, key: Tensor, index: int) -> Problem:
-    check_index(index)
-    order, *keys = _keys(frozen_key(key), len(parts))
-    turn, before = part_at(order, index, tuple(count for _, _, count in parts))
-    name, part, _ = parts[turn]
-    return _named(name, part.train(keys[turn], before))._replace(uid=index)
+    return Task(train, test, sum(part.size for _, part in drawn), rows, narrow, notes)
 
 
 @lru_cache(maxsize=16)
-def _keys(frozen: FrozenKey, parts: int) -> tuple[Tensor, ...]:
-    """The key of the order, then that of each part's own stream."""
-    return tuple(prng.split(thawed_key(frozen), 1 + parts))
-
-
-def _narrow(parts: Parts, task: Task, predicate: Predicate) -> Task:
-    left = tuple((name, _kept(name, part, predicate) if count else part, count) for name, part, count in parts)
-    return _over(task.test, task.notes, left)
+def _keys(frozen: FrozenKey, count: int) -> tuple[Tensor, ...]:
+    """Keys of streams: in a mixture the key of the order, then that of each part's own stream."""
+    return tuple(prng.split(thawed_key(frozen), count))
 
 
 def _kept(name: str, part: Task, predicate: Predicate) -> Task:
@@ -220,14 +211,7 @@ _ROWS_SEED = 20_261_125  # of the problems that become rows, for every run and e
 def levels(*, base: Callable[[], Task]) -> Task:
     """A task over rows, an arm for each level of `meta["level"]`, in ascending order; each arm is walked by epochs.
 
-    Args:
-        base: makes the task.
-
-    Returns:
-        The task, with the held-out problems of `base`.
-
-    Raises:
-        ValueError: for a task without rows, and for a row without a level.
+    Raises ValueError for a task without rows, and for a row without a level.
     """
     return _of_levels(base())
 
@@ -236,12 +220,8 @@ def rows(*, base: Callable[[], Task], size: int) -> Task:
     """A task whose arms are single rows, each of which can be asked again and again, with other randomness each time.
 
     Args:
-        base: makes the task.
         size: rows, the first ones; of a task that makes its problems as they are drawn, the first different ones of a
             fixed stream. 0: all rows of a task that has them.
-
-    Returns:
-        The task, with the held-out problems of `base`.
 
     Raises:
         ValueError: for a size below 0, or 0 for a task without rows; and where there are not so many.
@@ -251,7 +231,9 @@ def rows(*, base: Callable[[], Task], size: int) -> Task:
         raise ValueError(
             f"mixture.rows size: got {size}, expected how many of the problems, which are made as they are drawn"
         )
-    found = made.rows or _first_different(made, size)
+    key = prng.key(_ROWS_SEED, device="cpu")
+    drawn = (made.train(key, index) for index in range(20 * size))
+    found = made.rows or tuple(islice(different_prompts(drawn), size))
     if len(found) < size:
         raise ValueError(f"mixture.rows size: got {size}, expected at most the {len(found)} rows that there are")
     return _of_rows(made, number_rows(found)[: size or None])
@@ -264,58 +246,26 @@ def _of_levels(made: Task) -> Task:
         raise ValueError(f"mixture.levels: got {got}, expected rows with meta['level']")
     values = sorted({row.meta["level"] for row in made.rows}, key=lambda level: (level is None, level))
     parts = tuple(filter_rows(made, lambda row, level=level: row.meta["level"] == level)[0] for level in values)
-    return made._replace(
-        train=partial(_train_level, parts),
-        narrow=partial(_narrow_levels, made),
-        arms=tuple(f"level_{level}" for level in values),
-    )
 
+    def train(key: Tensor, index: int) -> Problem:
+        turn, arm = turn_and_arm(index, len(parts))
+        return parts[arm].train(_keys(frozen_key(key), len(parts))[arm], turn)._replace(uid=index)
 
-def _train_level(parts: Sequence[Task], key: Tensor, index: int) -> Problem:
-    turn, arm = turn_and_arm(index, len(parts))
-    return parts[arm].train(_arm_keys(frozen_key(key), len(parts))[arm], turn)._replace(uid=index)
+    def narrow(task: Task, predicate: Predicate) -> Task:
+        left = _of_levels(filter_rows(made, predicate)[0])
+        return left._replace(test=task.test, notes=task.notes)
 
-
-@lru_cache(maxsize=16)
-def _arm_keys(frozen: FrozenKey, count: int) -> tuple[Tensor, ...]:
-    return tuple(prng.split(thawed_key(frozen), count))
-
-
-def _narrow_levels(made: Task, task: Task, predicate: Predicate) -> Task:
-    left = _of_levels(filter_rows(made, predicate)[0])
-    return left._replace(test=task.test, notes=task.notes)
-
-
-def _first_different(made: Task, size: int) -> tuple[Problem, ...]:
-    key = prng.key(_ROWS_SEED, device="cpu")
-    found: dict[str, Problem] = {}
-    for index in range(20 * size):
-        problem = made.train(key, index)
-        found.setdefault(normalize_prompt(problem.prompt), problem)
-        if len(found) == size:
-            break
-    return tuple(found.values())
+    return made._replace(train=train, narrow=narrow, arms=tuple(f"level_{level}" for level in values))
 
 
 def _of_rows(made: Task, chosen: tuple[Problem, ...]) -> Task:
     return made._replace(
-        train=partial(_train_row, chosen),
+        train=lambda key, index: chosen[turn_and_arm(index, len(chosen))[1]]._replace(uid=index),
         size=len(chosen),
         rows=chosen,
-        narrow=_narrow_chosen,
+        narrow=partial(narrow_rows, _of_rows),
         arms=tuple(_label(row) for row in chosen),
     )
-
-
-def _train_row(chosen: Sequence[Problem], key: Tensor, index: int) -> Problem:
-    return chosen[turn_and_arm(index, len(chosen))[1]]._replace(uid=index)
-
-
-def _narrow_chosen(task: Task, predicate: Predicate) -> Task:
-    left = tuple(filter(predicate, task.rows))
-    if not left:
-        raise ValueError(f"training rows: got {task.size}, of which none may stay, expected at least one that does")
-    return _of_rows(task, left)
 
 
 def _label(row: Problem) -> str:

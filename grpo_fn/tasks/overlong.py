@@ -1,9 +1,12 @@
 """Prompts that leave no tokens for a completion, in one signature: `(task, length, limit) -> (task, rows left out)`.
 
-`length` counts the tokens of a problem's prompt as the sampler will, of an episode those of what the environment begins
-with, and `limit` is the most that there may be: the model's positions less `max_new_tokens`, or one less than
-`max_total_tokens`. A task that makes its problems as they are drawn
-has no rows to look at: one who has the key looks at its draws.
+    task      the task
+    length    tokens of a problem's prompt as the sampler counts them, of an episode those of what its environment
+              begins with
+    limit     most tokens of a prompt: the model's positions less `max_new_tokens`, or one less than `max_total_tokens`
+    returns   the task, and how many of its rows and held-out problems were left out
+
+A task that makes its problems as they are drawn has no rows to look at: one who has the key looks at its draws.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,39 +18,16 @@ Length = Callable[[Problem], int]
 
 
 def refuse(task: Task, length: Length, limit: int) -> tuple[Task, int]:
-    """The task as it is: a prompt over the limit, among rows or held-out problems, is an error.
-
-    Args:
-        task: the task.
-        length: tokens of a problem's prompt as the sampler counts them.
-        limit: most tokens that a prompt may have.
-
-    Returns:
-        (the task, 0).
-
-    Raises:
-        ValueError: when a row or held-out problem is over the limit, naming the longest prompt.
-    """
+    """The task as it is: a prompt over the limit, among rows or held-out problems, raises ValueError."""
     _check("training", task.rows, length, limit)
     _check("held-out", task.test, length, limit)
     return task, 0
 
 
 def drop(task: Task, length: Length, limit: int) -> tuple[Task, int]:
-    """The task without the training rows over the limit, which are noted. A held-out problem over it is refused.
+    """The task without the training rows over the limit, which are noted. A held-out problem over it raises ValueError.
 
     So a benchmark has the same problems for every model and every `max_new_tokens`.
-
-    Args:
-        task: the task.
-        length: tokens of a problem's prompt as the sampler counts them.
-        limit: most tokens that a prompt may have.
-
-    Returns:
-        (the task, training rows left out).
-
-    Raises:
-        ValueError: for a held-out problem over the limit, when no row is left, and for a generated task.
     """
     _check("held-out", task.test, length, limit)
     return _without_long_rows(task, length, limit)
@@ -56,18 +36,7 @@ def drop(task: Task, length: Length, limit: int) -> tuple[Task, int]:
 def drop_both(task: Task, length: Length, limit: int) -> tuple[Task, int]:
     """As `drop`, and held-out problems over the limit are left out and noted too.
 
-    Accuracy is then comparable between runs that held out the same ones only.
-
-    Args:
-        task: the task.
-        length: tokens of a problem's prompt as the sampler counts them.
-        limit: most tokens that a prompt may have.
-
-    Returns:
-        (the task, training rows and held-out problems left out, together).
-
-    Raises:
-        ValueError: when no row or no held-out problem is left, and for a generated task.
+    Accuracy is then comparable between runs that held out the same ones only. Raises ValueError when none is left.
     """
     left, rows = _without_long_rows(task, length, limit)
     over = [str(i) for i, problem in enumerate(task.test) if length(problem) > limit]

@@ -5,11 +5,9 @@ What `python tools/tables docs/tasks/procedural.md` found wrong with a kind is i
 refused unless `accept` names it. docs/tasks/procedural.md has the whole table.
 """
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import islice
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +15,16 @@ from torch import Tensor
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.tasks import mixture
-from grpo_fn.tasks.task import Task, check_index, check_template, fill_template, generated_task, normalize_prompt
+from grpo_fn.tasks.rows import library
+from grpo_fn.tasks.task import (
+    Task,
+    check_index,
+    check_template,
+    different_prompts,
+    fill_template,
+    generated_task,
+    normalize_prompt,
+)
 
 DEFAULT_LEVEL = -1  # the library's own settings, which are no level of its curriculum
 EPOCH = 100_000  # training problems of a kind that are called an epoch
@@ -87,33 +94,31 @@ def task(
             f"got levels {list(levels)} and test_size {test_size}, expected at least one level and problem"
         )
     for name in weights:
-        check_kind(name, levels, accept)
+        if name not in kinds():
+            raise ValueError(f"kind: got {name!r}, expected one of {', '.join(kinds())}")
+        if name in AUDIT_FAILURES and name not in accept:
+            raise ValueError(
+                f"kind: got {name}, expected one that passes the audit: {AUDIT_FAILURES[name]}. To take it all the "
+                "same, name it in procedural.task.accept"
+            )
+        for level in levels:
+            settings_of(name, level)
     parts = {name: partial(_kind, name, tuple(levels), template, test_size) for name in weights}
     return mixture.task(tasks=parts, weights=weights)
 
 
+_factory = partial(library, "reasoning_gym.factory", "tasks")
+
+
 def kinds() -> list[str]:
     """The kinds of problems that the library has, `composite` apart, which is a mixture of the others."""
-    return sorted({*_library("factory").DATASETS} - {"composite"})
-
-
-def check_kind(name: str, levels: Sequence[int], accept: Sequence[str]) -> None:
-    """Check that the library has a kind at all of the levels, and that it passes the audit or is accepted."""
-    if name not in kinds():
-        raise ValueError(f"kind: got {name!r}, expected one of {', '.join(kinds())}")
-    if name in AUDIT_FAILURES and name not in accept:
-        raise ValueError(
-            f"kind: got {name}, expected one that passes the audit: {AUDIT_FAILURES[name]}. To take it all the same, "
-            "name it in procedural.task.accept"
-        )
-    for level in levels:
-        settings_of(name, level)
+    return sorted({*_factory().DATASETS} - {"composite"})
 
 
 @lru_cache(maxsize=1024)
 def settings_of(name: str, level: int) -> Any:
     """The library's configuration of a kind at a level."""
-    factory = _library("factory")
+    factory = _factory()
     if level == DEFAULT_LEVEL:
         return factory.DATASETS[name][1](size=1)
     if name not in factory.CURRICULA:
@@ -123,7 +128,7 @@ def settings_of(name: str, level: int) -> Any:
     if not 0 <= level < most:
         raise ValueError(f"{name}: got level {level}, expected {DEFAULT_LEVEL} or 0 to {most - 1}")
     curriculum.set_global_level(level)
-    base = _library("coaching.base_curriculum")
+    base = library("reasoning_gym.coaching.base_curriculum", "tasks")
     one_level = base.DefaultCurriculumContext(mode=base.RangeAttributeMode.UPPER_BOUND)
     try:
         settings = curriculum.generate_configuration({"size": 1}, context=one_level)
@@ -137,7 +142,7 @@ def settings_of(name: str, level: int) -> Any:
 def make_entry(name: str, level: int, seed: int) -> dict[str, Any]:
     """Item 0 of the library's dataset with this seed: `question`, `answer` and `metadata`."""
     settings = settings_of(name, level)
-    return _library("factory").DATASETS[name][0](config=type(settings)(**{**vars(settings), "seed": seed}))[0]
+    return _factory().DATASETS[name][0](config=type(settings)(**{**vars(settings), "seed": seed}))[0]
 
 
 def _kind(name: str, levels: tuple[int, ...], template: str, test_size: int) -> Task:
@@ -145,7 +150,7 @@ def _kind(name: str, levels: tuple[int, ...], template: str, test_size: int) -> 
     source = prng.key(_SPLIT_SEED, device="cpu")
     failed: list[Exception] = []
     stream = _made((_problem(name, levels, template, source, i, 0) for i in range(ATTEMPTS * test_size)), failed)
-    test = tuple(islice(_different(stream), test_size))
+    test = tuple(islice(different_prompts(stream), test_size))
     if len(test) < test_size:
         raise ValueError(
             f"got {len(test)} different questions of {name} in {ATTEMPTS * test_size} seeds{_failures(failed)}, "
@@ -176,16 +181,6 @@ def _failures(failed: Sequence[Exception]) -> str:
     return f", {len(failed)} of which the library made no problem of, the last with {last}"
 
 
-def _different(problems: Iterator[Problem]) -> Iterator[Problem]:
-    """The first problem of every prompt."""
-    seen: set[str] = set()
-    for problem in problems:
-        prompt = normalize_prompt(problem.prompt)
-        if prompt not in seen:
-            seen.add(prompt)
-            yield problem
-
-
 def _train(
     name: str, levels: tuple[int, ...], template: str, held_out: frozenset[str], key: Tensor, index: int
 ) -> Problem:
@@ -213,12 +208,3 @@ def _problem(
         return error
     prompt = fill_template(template, {"question": entry["question"]})
     return Problem(index, prompt, entry["answer"] or "", {"level": level, "entry": entry})
-
-
-def _library(module: str) -> ModuleType:
-    try:
-        return importlib.import_module(f"reasoning_gym.{module}")
-    except ImportError as error:
-        raise ValueError(
-            f"got no library reasoning-gym, expected it: pip install 'grpo-fn[tasks]' ({error})"
-        ) from error

@@ -2,6 +2,14 @@
 
 A *source* is a function without arguments that returns problems, such as `read_problems` with its knobs bound by gin. A
 task is made of sources; each may have fields, a template and a reader of its own (gin scopes keep them apart).
+
+    fields         fields that every row has to have
+    read           a reader of rows with its knobs bound: `rows.file`, `rows.hub` or one of your own
+    source         a name of your choice, kept in `meta["source"]`
+    prompt_field   the field with the prompt, text or chat messages
+    template       holds `{prompt}`, in whose place the prompt's text stands
+    size           rows to read; 0 for all
+    test_size      held-out problems
 """
 
 import importlib
@@ -34,21 +42,9 @@ from grpo_fn.tasks.task import (
 
 
 def jsonl_rows(folder: Path, name: str, *, fields: Sequence[str]) -> list[Row]:
-    """The objects of the file `name` in `folder`, one a line, each with text in all of `fields`.
+    """The objects of a file in a folder, one a line, each with text in all of `fields`. Blank lines are skipped.
 
-    Blank lines are skipped.
-
-    Args:
-        folder: folder of the file.
-        name: name of the file.
-        fields: fields that have to hold text.
-
-    Returns:
-        The rows, in the order of the file.
-
-    Raises:
-        ValueError: for a line that is not such an object, naming file and line, and for a folder or a file that is
-            missing, unreadable or empty.
+    Raises ValueError, naming file and line, for what is no such object, and for a file that is missing or empty.
     """
     if not folder.is_dir():
         beside = folder_listing(folder.parent) if folder.parent.is_dir() else "no such folder either"
@@ -65,17 +61,9 @@ def jsonl_rows(folder: Path, name: str, *, fields: Sequence[str]) -> list[Row]:
 
 
 def json_lines(path: Path, fields: Sequence[str]) -> Iterator[Row]:
-    """The objects of a file, one a line, as they are read.
+    """The objects of a file, one a line, as they are read; an error names `fields` as expected, which are not checked.
 
-    Args:
-        path: path of the file.
-        fields: fields that an error names as expected; they are not checked.
-
-    Returns:
-        The rows, in the order of the file.
-
-    Raises:
-        ValueError: for a line that is no object, naming file and line, and for a file that is unreadable or empty.
+    Raises ValueError for a line that is no object, naming file and line, and for a file that is unreadable or empty.
     """
     row = None
     try:
@@ -88,18 +76,7 @@ def json_lines(path: Path, fields: Sequence[str]) -> Iterator[Row]:
 
 
 def text_field(row: Row, field: str) -> str:
-    """The text in a field.
-
-    Args:
-        row: one row of a file.
-        field: name of the field.
-
-    Returns:
-        The text, as it is.
-
-    Raises:
-        ValueError: when the field holds no text, with the fields that there are, or half a character.
-    """
+    """The text in a field, as it is. Raises ValueError when there is none, with the fields that there are."""
     value = row.value.get(field)
     if not isinstance(value, str):
         raise ValueError(f"{row.where}: got the fields {', '.join(row.value) or 'none'}, expected text in {field!r}")
@@ -113,14 +90,7 @@ def text_field(row: Row, field: str) -> str:
 
 
 def folder_listing(folder: Path) -> str:
-    """The names in a folder, the first ten of them.
-
-    Args:
-        folder: path of a folder that exists.
-
-    Returns:
-        The names, sorted, for a message; "nothing" for an empty folder.
-    """
+    """The first ten names in a folder, sorted, for a message; "nothing" for an empty one."""
     return list_places(sorted(path.name for path in folder.iterdir())) or "nothing"
 
 
@@ -130,7 +100,6 @@ def file(fields: Sequence[str], *, path: str) -> Iterator[Row]:
     Parquet needs pyarrow, and reads the named fields alone.
 
     Args:
-        fields: fields that every row has to have.
         path: path of the file; `*` or `?` in its name stand for all files that match, in the order of their names.
 
     Returns:
@@ -151,7 +120,6 @@ def hub(fields: Sequence[str], *, name: str, config: str, split: str, revision: 
     """The rows of a split of a hub dataset, or of a folder that the `datasets` library can load; needs that library.
 
     Args:
-        fields: fields that every row has to have.
         name: name of the dataset, or path of a folder.
         config: configuration of the dataset; "" for the default one.
         split: split, which can be cut as the library allows: `train[:1000]`.
@@ -163,7 +131,7 @@ def hub(fields: Sequence[str], *, name: str, config: str, split: str, revision: 
     Raises:
         ValueError: when the library, dataset or split is not there, and when its rows lack a field.
     """
-    datasets = _library("datasets")
+    datasets = library("datasets", "data")
     try:
         rows = datasets.load_dataset(name, config or None, split=split, revision=revision or None)
     except Exception as error:  # a dozen kinds, by what is wrong with name, network or files
@@ -189,7 +157,7 @@ def _json_rows(path: Path, fields: Sequence[str]) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[Row]:
-    arrow, parquet = _library("pyarrow"), _library("pyarrow.parquet")
+    arrow, parquet = library("pyarrow", "data"), library("pyarrow.parquet", "data")
     try:
         with parquet.ParquetFile(path) as table:
             _check_fields(str(path), table.schema_arrow.names, fields)
@@ -201,11 +169,12 @@ def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[Row]:
         raise ValueError(f"{path}: got a file that cannot be read, expected parquet: {error}") from error
 
 
-def _library(name: str) -> ModuleType:
+def library(name: str, extra: str) -> ModuleType:
+    """A module of a library that an extra of ours installs. Raises ValueError where it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"got no library {name!r}, expected it: pip install 'grpo-fn[data]' ({error})") from error
+        raise ValueError(f"got no library {name!r}, expected it: pip install 'grpo-fn[{extra}]' ({error})") from error
 
 
 def _check_fields(where: str, there: Sequence[str], fields: Sequence[str]) -> None:
@@ -257,7 +226,6 @@ def hold_out(*, rows: Sequence[Source], test_size: int) -> Task:
 
     Args:
         rows: sources of rows.
-        test_size: held-out problems.
 
     Returns:
         The task.
@@ -293,14 +261,9 @@ def read_problems(
     same field, its last message is the assistant's: the answer, and no part of the prompt.
 
     Args:
-        read: a reader of rows with its knobs bound: `rows.file`, `rows.hub` or one of your own.
-        source: a name of your choice, kept in `meta["source"]`.
-        prompt_field: the field with the prompt, text or chat messages.
         answer_field: the field with the answer.
         meta_fields: fields kept in `meta` as they are, beside `source` and `row`, counted from 0.
         gold: makes the answer of what `answer_field` holds (of the last message's text, for messages).
-        template: holds `{prompt}`, in whose place the prompt's text stands.
-        size: rows to read; 0 for all.
 
     Returns:
         The problems, in the order of the rows; an answer is empty where `gold` makes nothing of the field.
@@ -309,21 +272,18 @@ def read_problems(
         ValueError: for a row without the fields or with messages that are none, with file and line; for a source
             without rows, a template without `{prompt}`, a negative `size`.
     """
-    templates.check_template(template, ["prompt"])
-    if size < 0:
-        raise ValueError(f"size: got {size}, expected 0 for all rows, or how many")
     taken = [field for field in meta_fields if field in _TAKEN]
     if taken:
         raise ValueError(f"meta_fields: got {', '.join(taken)}, expected other fields: these names mean something else")
-    fields = dict.fromkeys((prompt_field, answer_field, *meta_fields))
-    found = []
-    for number, row in enumerate(islice(read(list(fields)), size or None)):
-        prompt, answer = _prompt_and_answer(row, prompt_field, answer_field, template)
-        meta = {"row": number, "source": source, **{field: row.value[field] for field in meta_fields}}
-        found.append(Problem(0, prompt, _gold(row.where, answer_field, answer, gold), meta))
-    if not found:
-        raise ValueError(f"{source}: got no rows, expected at least one")
-    return found
+
+    def problem(row: Row, prompt: str, answer: Any, meta: dict[str, Any]) -> Problem:
+        try:
+            text = (gold(answer) or "").strip()
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{row.where}: {answer_field!r}: {error}") from error
+        return Problem(0, prompt, text, meta | {field: row.value[field] for field in meta_fields})
+
+    return _read(read, source, (prompt_field, answer_field, *meta_fields), template, size, problem)
 
 
 def read_demonstrations(
@@ -337,12 +297,7 @@ def read_demonstrations(
     message of the assistant.
 
     Args:
-        read: a reader of rows with its knobs bound: `rows.file`, `rows.hub` or one of your own.
-        source: a name of your choice, kept in `meta["source"]`.
-        prompt_field: the field with the prompt, text or chat messages.
         completion_field: the field with the completion.
-        template: holds `{prompt}`, in whose place the prompt's text stands.
-        size: rows to read; 0 for all.
 
     Returns:
         The problems, in the order of the rows.
@@ -351,17 +306,34 @@ def read_demonstrations(
         ValueError: for a row without the fields, with an empty completion or with messages that are none, with file and
             line; for a source without rows, a template without `{prompt}`, a negative `size`.
     """
+
+    def problem(row: Row, prompt: str, completion: Any, meta: dict[str, Any]) -> Problem:
+        text = _completion(row.where, completion_field, completion)
+        return Problem(0, prompt, text.strip(), meta | {COMPLETION: text})
+
+    return _read(read, source, (prompt_field, completion_field), template, size, problem)
+
+
+def _read(
+    read: Reader,
+    source: str,
+    fields: Sequence[str],
+    template: str,
+    size: int,
+    problem: Callable[[Row, str, Any, dict[str, Any]], Problem],
+) -> list[Problem]:
+    """The first `size` rows, made into problems of (row, prompt, answer, meta); `fields` begin with those two."""
     templates.check_template(template, ["prompt"])
     if size < 0:
         raise ValueError(f"size: got {size}, expected 0 for all rows, or how many")
-    found = []
-    for number, row in enumerate(islice(read(list(dict.fromkeys((prompt_field, completion_field)))), size or None)):
-        prompt, completion = _prompt_and_answer(row, prompt_field, completion_field, template)
-        text = _completion(row.where, completion_field, completion)
-        found.append(Problem(0, prompt, text.strip(), {"row": number, "source": source, COMPLETION: text}))
-    if not found:
+    rows = islice(read(list(dict.fromkeys(fields))), size or None)
+    problems = [
+        problem(row, *_prompt_and_answer(row, fields[0], fields[1], template), {"row": number, "source": source})
+        for number, row in enumerate(rows)
+    ]
+    if not problems:
         raise ValueError(f"{source}: got no rows, expected at least one")
-    return found
+    return problems
 
 
 def field_text(value: Any) -> str | None:
@@ -428,10 +400,3 @@ def _completion(where: str, field: str, value: Any) -> str:
     except ValueError as error:
         raise ValueError(f"{where}: {field!r}: {error}") from error
     return value
-
-
-def _gold(where: str, field: str, value: Any, gold: Callable[[Any], str | None]) -> str:
-    try:
-        return (gold(value) or "").strip()
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{where}: {field!r}: {error}") from error

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -42,17 +42,8 @@ def from_rows(rows: Sequence[Problem], test: Sequence[Problem]) -> Task:
 
     Stream index i draws `rows[permutation(fold_in(key, i // size))[i % size]]`; the problem's uid is i and
     `meta["row"]` names the row (its place in `rows` where it has no number), so one row has other randomness in another
-    epoch. A training row whose prompt is that of a held-out problem, white space aside, is left out and noted.
-
-    Args:
-        rows: training problems.
-        test: held-out problems, in their order.
-
-    Returns:
-        The task, its problems numbered.
-
-    Raises:
-        ValueError: when there are no rows, or none are left.
+    epoch. A training row whose prompt is that of a held-out problem, white space aside, is left out and noted. Raises
+    ValueError when no rows are left.
     """
     if len(rows) == 0:
         raise ValueError("a task needs training rows: got none, expected at least one")
@@ -62,7 +53,7 @@ def from_rows(rows: Sequence[Problem], test: Sequence[Problem]) -> Task:
     left = tuple(problem for problem in every if normalize_prompt(problem.prompt) not in asked)
     if not left:
         raise ValueError(f"training rows: got {len(every)}, all of them held-out problems, expected rows that are not")
-    task = _over(Task(_no_training, tests, 0, (), _narrow_rows, ()), left)
+    task = _over(Task(_no_training, tests, 0, (), partial(narrow_rows, _over), ()), left)
     if len(left) == len(every):
         return task
     shared = [place_of(problem) for problem in every if normalize_prompt(problem.prompt) in asked]
@@ -70,43 +61,19 @@ def from_rows(rows: Sequence[Problem], test: Sequence[Problem]) -> Task:
 
 
 def generated_task(train: Callable[[Tensor, int], Problem], test: Sequence[Problem], size: int) -> Task:
-    """The task whose problems are made as they are drawn; `size` is what it calls an epoch.
-
-    Args:
-        train: (key, index) -> the training problem with `uid == index`; never a held-out one.
-        test: held-out problems, in their order.
-        size: training problems per epoch.
-
-    Returns:
-        The task; `filter_rows` refuses it.
-    """
+    """The task whose problems `train` makes as they are drawn, none of them held out; `size` is called an epoch."""
     return Task(train, number_tests(test), size, (), _narrow_nothing, ())
 
 
 def held_out_only(test: Sequence[Problem]) -> Task:
-    """The task with a held-out set alone: to evaluate on, or as a part of a mixture; drawing from it raises.
-
-    Args:
-        test: held-out problems, in their order.
-
-    Returns:
-        The task, of size 0.
-    """
-    return Task(_no_training, number_tests(test), 0, (), _narrow_empty, ())
+    """The task with a held-out set alone: to evaluate on, or as a part of a mixture; drawing from it raises."""
+    return Task(_no_training, number_tests(test), 0, (), lambda task, _: task, ())
 
 
 def filter_rows(task: Task, predicate: Predicate) -> tuple[Task, int]:
-    """The task without the training rows for which the predicate is false, and their number.
+    """The task without the training rows for which the predicate is false, and their number. Rows keep their numbers.
 
-    Args:
-        task: the task.
-        predicate: problem -> True for a training row that stays.
-
-    Returns:
-        (the task with the numbers that its rows had and all held-out problems, training rows left out).
-
-    Raises:
-        ValueError: when no row stays, and for a task that makes its problems as they are drawn.
+    Raises ValueError when no row stays, and for a task that makes its problems as they are drawn.
     """
     kept = task.narrow(task, predicate)
     left_out = task.size - kept.size
@@ -181,6 +148,16 @@ def normalize_prompt(prompt: str) -> str:
     return " ".join(prompt.split())
 
 
+def different_prompts(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """The first problem of every prompt."""
+    seen: set[str] = set()
+    for problem in problems:
+        prompt = normalize_prompt(problem.prompt)
+        if prompt not in seen:
+            seen.add(prompt)
+            yield problem
+
+
 def place_of(problem: Problem) -> str:
     """A row's place, for people: its part of a mixture and its source, if it has them, and its number."""
     return " ".join(str(problem.meta[name]) for name in ("task", "source", "row") if name in problem.meta)
@@ -207,15 +184,12 @@ def _over(task: Task, rows: tuple[Problem, ...]) -> Task:
     return task._replace(train=partial(_draw, rows), size=len(rows), rows=rows)
 
 
-def _narrow_rows(task: Task, predicate: Predicate) -> Task:
+def narrow_rows(over: Callable[[Task, tuple[Problem, ...]], Task], task: Task, predicate: Predicate) -> Task:
+    """The task over the rows that stay; `over(task, rows)` makes it."""
     left = tuple(filter(predicate, task.rows))
     if not left:
         raise ValueError(f"training rows: got {task.size}, of which none may stay, expected at least one that does")
-    return _over(task, left)
-
-
-def _narrow_empty(task: Task, predicate: Predicate) -> Task:
-    return task
+    return over(task, left)
 
 
 def _narrow_nothing(task: Task, predicate: Predicate) -> Task:

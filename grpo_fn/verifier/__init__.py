@@ -70,14 +70,9 @@ _UNSCORABLE, _WRONG, _RIGHT = Verdict(None, None, None), Verdict(0.0, 0.0, 0.0),
 
 
 def verify_answer(gold: str, text: str) -> float | None:
-    r"""1 iff the marked answer of a text equals the gold and is worked out, else 0.
+    r"""1 iff the marked answer of a text, in `\boxed{...}` or behind `####`, equals the gold and is worked out, else 0.
 
-    Args:
-        gold: LaTeX or plain text.
-        text: the text with the answer, in `\boxed{...}` or behind `####`.
-
-    Returns:
-        1.0, 0.0, or None when the gold itself cannot be parsed.
+    None when the gold, LaTeX or plain text, cannot be parsed.
     """
     return judge(gold, text, marked_answer(text)).closed
 

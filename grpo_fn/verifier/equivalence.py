@@ -244,10 +244,13 @@ def same_value(gold: sympy.Expr, answer: sympy.Expr) -> bool:
     expected, given = _fraction(gold), _fraction(answer)
     if expected is not None and given is not None:
         return expected == given or _stands_for(gold, expected, answer, given)
-    if not _agree(without_decimals(gold), without_decimals(answer)):
-        asked = gold if _is_decimal(gold) and not answer.has(sympy.Float) else None
-        return asked is not None and expected is not None and _is_rounded(expected, _places(asked), answer)
-    return True
+    if _agree(without_decimals(gold), without_decimals(answer)):
+        return True
+    if not isinstance(gold, sympy.Float) or expected is None or answer.has(sympy.Float):
+        return False
+    places = _places(gold)
+    about = answer.evalf(places + 30)
+    return bool(about.is_real) and places >= FEWEST_PLACES and _rounds_to(Fraction(str(about)), places, expected)
 
 
 def without_decimals(value: sympy.Basic) -> sympy.Basic:
@@ -308,10 +311,6 @@ def _agree(gold: sympy.Expr, answer: sympy.Expr) -> bool:
     return bool(x.is_finite and y.is_finite and abs(x - y) <= size * sympy.Float(10, digits) ** (10 - digits))
 
 
-def _is_decimal(value: sympy.Expr) -> bool:
-    return isinstance(value, sympy.Float)
-
-
 def _places(decimal: sympy.Float) -> int:
     """Digits behind the point."""
     size = Fraction(str(decimal))
@@ -327,7 +326,7 @@ def _stands_for(gold: sympy.Expr, expected: Fraction, answer: sympy.Expr, given:
         [
             (_places(x), value, other)
             for x, value, other in [(gold, expected, given), (answer, given, expected)]
-            if _is_decimal(x)
+            if isinstance(x, sympy.Float)
         ],
         key=lambda decimal: decimal[0],
     )
@@ -336,11 +335,6 @@ def _stands_for(gold: sympy.Expr, expected: Fraction, answer: sympy.Expr, given:
     places, value, other = decimals[0]
     near = abs(value - other) * 1000 <= abs(other)
     return near and places >= FEWEST_PLACES and _rounds_to(other, places, value)
-
-
-def _is_rounded(decimal: Fraction, places: int, exact: sympy.Expr) -> bool:
-    about = exact.evalf(places + 30)
-    return bool(about.is_real) and places >= FEWEST_PLACES and _rounds_to(Fraction(str(about)), places, decimal)
 
 
 def _rounds_to(exact: Fraction, places: int, decimal: Fraction) -> bool:

@@ -74,22 +74,6 @@ def find_boxes(text: str) -> list[Box]:
     return found
 
 
-def joined_parts(text: str, parts: Sequence[Box]) -> str | None:
-    """The last part with those before it that a comma, a semicolon, "and" or "or" joins to it, as one list.
-
-    The same part twice is one. A name before an equals sign is not part of the list.
-    """
-    if not parts or parts[-1].inside is None:
-        return None
-    chain = [parts[-1].inside]
-    for before, after in zip(parts[-2::-1], parts[:0:-1], strict=True):
-        between = text[before.end : after.start]
-        if before.inside is None or len(between) > LONGEST_JOINT or not JOINT.fullmatch(between):
-            break
-        chain.append(before.inside)
-    return as_list(chain[::-1])
-
-
 def as_list(parts: Sequence[str]) -> str:
     """Several answers as one list, each once and without its name."""
     different = list(dict.fromkeys(part.strip() for part in parts))
@@ -155,11 +139,21 @@ def marked_answer(text: str) -> str | None:
 
 
 def _with_percent(text: str, parts: Sequence[Box]) -> str:
-    r"""The last part with those joined to it, and a percent sign right behind it, as in `\boxed{28}\%`."""
-    joined = joined_parts(text, parts)
-    if joined and "%" not in joined and _PERCENT_BEHIND.match(text, parts[-1].end):
-        return rf"{joined}\%"
-    return joined or ""
+    r"""The last part with those that a comma, a semicolon, "and" or "or" joins to it, as one list, or "".
+
+    The same part twice is one. A percent sign right behind it belongs to it, as in `\boxed{28}\%`.
+    """
+    if not parts or parts[-1].inside is None:
+        return ""
+    chain = [parts[-1].inside]
+    for before, after in zip(parts[-2::-1], parts[:0:-1], strict=True):
+        between = text[before.end : after.start]
+        if before.inside is None or len(between) > LONGEST_JOINT or not JOINT.fullmatch(between):
+            break
+        chain.append(before.inside)
+    joined = as_list(chain[::-1])
+    percent = joined and "%" not in joined and _PERCENT_BEHIND.match(text, parts[-1].end)
+    return rf"{joined}\%" if percent else joined
 
 
 def last_value(text: str) -> str | None:

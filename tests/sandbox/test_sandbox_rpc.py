@@ -18,7 +18,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from grpo_fn.sandbox.pipe import read_exactly, write_all
 from grpo_fn.sandbox.rpc import (
     COLLECTIONS,
     PROGRAM_OPS,
@@ -31,6 +30,8 @@ from grpo_fn.sandbox.rpc import (
     Remote,
     Unsendable,
     encode,
+    read_exactly,
+    write_all,
 )
 
 SCALAR = st.one_of(

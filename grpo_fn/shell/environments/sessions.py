@@ -3,6 +3,16 @@
 `step` goes on with a session that stands where the state says, if this process has one, and otherwise opens another and
 takes the actions again. Where that gives another observation than before, the session does not depend on its actions
 alone, which is a failure of the environment.
+
+    read_action       the action in a message of the policy; a ValueError of it is what the policy reads
+    reset_arguments   (problem, key) -> what the session is reset with: `sessions.seed_only`
+    opening           what the policy reads first; `{prompt}` and `{observation}` in it are replaced
+    max_turns         turns after which an episode ends, those without an action included
+    problem           of the episode
+    key               of the environment
+    message           of the policy
+    observation       what a session gave
+    returns           the environment, which is not pure; the action, the arguments or the text
 """
 
 import json
@@ -84,7 +94,7 @@ class Sessions:
         except BaseException:
             session.close()
             raise
-        if digest_of(seen) != state["observed"]:
+        if state_digest([*seen]) != state["observed"]:
             session.close()
             raise RuntimeError(
                 f"got another answer from the same {len(state['actions'])} actions: {seen.text!r:.200}; expected a "
@@ -127,7 +137,7 @@ def start_session(
     """What a session shows once it is reset."""
     arguments = check_plain(reset_arguments(problem, key), "reset_arguments")
     session, seen = sessions.begin(arguments)
-    state = {"reset": arguments, "actions": [], "turns": 0, "observed": digest_of(seen)}
+    state = {"reset": arguments, "actions": [], "turns": 0, "observed": state_digest([*seen])}
     if seen.done:
         session.close()
         raise RuntimeError(
@@ -162,7 +172,7 @@ def step_session(
         raise
     done = seen.done or turns >= max_turns
     actions = [*state["actions"], action]
-    after = {"reset": state["reset"], "actions": actions, "turns": turns, "observed": digest_of(seen)}
+    after = {"reset": state["reset"], "actions": actions, "turns": turns, "observed": state_digest([*seen])}
     if done:
         session.close()
     else:
@@ -171,15 +181,7 @@ def step_session(
 
 
 def seed_only(problem: Problem, key: int) -> dict[str, PlainData]:
-    """`reset(seed=...)`: a seed below 2^31 of the problem and the run's seed, the same for all samples of a problem.
-
-    Args:
-        problem: not read.
-        key: of the environment.
-
-    Returns:
-        The arguments.
-    """
+    """`reset(seed=...)`: a seed below 2^31 of the problem and the run's seed, the same for all samples of a problem."""
     return {"seed": key % 2**31}
 
 
@@ -187,11 +189,7 @@ def named_action(message: Message, *, actions: Mapping[str, PlainData]) -> Plain
     """The action whose name is the first that stands in the message, as a word, upper or lower case.
 
     Args:
-        message: of the policy.
         actions: the actions by name.
-
-    Returns:
-        The action.
 
     Raises:
         ValueError: where no name stands there.
@@ -207,24 +205,13 @@ def text_action(message: Message, *, field: str) -> PlainData:
     """An action with one field, the text of the message.
 
     Args:
-        message: of the policy.
         field: its name.
-
-    Returns:
-        `{field: text}`.
     """
     return {field: message.content}
 
 
 def show_observation(observation: Any) -> str:
-    """An observation as JSON where it is plain data, and otherwise as Python prints it.
-
-    Args:
-        observation: what a session gave.
-
-    Returns:
-        The text.
-    """
+    """An observation as JSON where it is plain data, and otherwise as Python prints it."""
     if isinstance(observation, str):
         return observation
     try:
@@ -237,11 +224,7 @@ def show_field(observation: Mapping[str, Any], *, field: str) -> str:
     """One field of an observation.
 
     Args:
-        observation: what a session gave.
         field: its name.
-
-    Returns:
-        The text.
 
     Raises:
         ValueError: where there is no such field.
@@ -249,11 +232,6 @@ def show_field(observation: Mapping[str, Any], *, field: str) -> str:
     if field not in observation:
         raise ValueError(f"observation: got the fields {', '.join(observation)}, expected {field}")
     return show_observation(observation[field])
-
-
-def digest_of(seen: Observed) -> str:
-    """Hex digits of what was observed."""
-    return state_digest([seen.text, seen.reward, seen.done])
 
 
 def session_place(state: Mapping[str, Any]) -> str:
@@ -279,19 +257,12 @@ def gymnasium_environment(
     max_turns: int,
     max_sessions: int,
 ) -> Environment:
-    """The environment of a gymnasium class.
+    """The environment of a gymnasium class; of a deterministic one it is a function of its arguments.
 
     Args:
         make: makes an object: `make_registered` with a name, or a class.
-        read_action: the action in a message of the policy, plain data; a ValueError of it is what the policy reads.
         show: an observation as text.
-        reset_arguments: (problem, key) -> what `reset` is called with: `sessions.seed_only`.
-        opening: what the policy reads first; `{prompt}` and `{observation}` in it are replaced.
-        max_turns: turns after which an episode ends, those without an action included.
         max_sessions: objects that a worker keeps; an episode whose object is gone takes its actions again on another.
-
-    Returns:
-        The environment; not pure, though with a deterministic class it is a function of its arguments.
 
     Raises:
         ValueError: for numbers below 1.
@@ -311,9 +282,6 @@ def make_registered(*, name: str) -> Any:
 
     Args:
         name: its id, "FrozenLake-v1".
-
-    Returns:
-        The object.
 
     Raises:
         ValueError: where the package is missing, or does not know the name.
@@ -378,20 +346,13 @@ def openenv_environment(
     max_sessions: int,
     deadline: float,
 ) -> Environment:
-    """The environment of an OpenEnv server (extra `openenv`).
+    """The environment of an OpenEnv server (extra `openenv`). A reward that the server leaves out is 0.
 
     Args:
         url: of the server, `http://host:8000`.
-        read_action: the action in a message of the policy, fields by name; a ValueError of it is what the policy reads.
         show: an observation, fields by name, as text.
-        reset_arguments: (problem, key) -> what the server resets with: `sessions.seed_only`.
-        opening: what the policy reads first; `{prompt}` and `{observation}` in it are replaced.
-        max_turns: turns after which an episode ends, those without an action included.
         max_sessions: sessions that a worker keeps open; the server has to allow as many for each worker.
         deadline: seconds for connecting and for each answer.
-
-    Returns:
-        The environment, which is not pure. A reward that the server leaves out is 0.
 
     Raises:
         ValueError: where the package websockets is missing, for an address that is none, and for numbers that are too

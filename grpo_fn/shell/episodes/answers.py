@@ -46,9 +46,18 @@ class EnvironmentCall:
         expected = {"start": Start, "step": Step}[kind]
         if not isinstance(found, expected):
             raise ValueError(f"{kind}: got {type(found).__name__} from the environment, expected a {expected.__name__}")
-        messages = [check_message(message) for message in check_messages(found.messages)]
-        more = [check_turn_reward(found.reward), check_done(found.done)] if kind == "step" else [0.0, False]
-        return json.dumps([check_plain(found.state, "state"), messages, *more])
+        if not isinstance(found.messages, tuple | list) or isinstance(found.messages, Message):
+            raise ValueError(f"messages: got {type(found.messages).__name__}, expected a tuple of Message")
+        messages = [check_message(message) for message in found.messages]
+        reward, done = (found.reward, found.done) if kind == "step" else (0.0, False)
+        if not (reward is None or (isinstance(reward, int | float) and math.isfinite(reward))):
+            raise ValueError(
+                f"reward: got {type(reward).__name__} {str(reward)[:80]}, expected a finite number or None"
+            )
+        if type(done) is not bool:
+            raise ValueError(f"done: got {type(done).__name__}, expected True or False")
+        reward = None if reward is None else float(reward)
+        return json.dumps([check_plain(found.state, "state"), messages, reward, done])
 
     @staticmethod
     def check_value(value: str) -> str:
@@ -100,13 +109,6 @@ def check_plain(value: Any, where: str) -> Any:
     )
 
 
-def check_messages(messages: Any) -> Sequence[Any]:
-    """The messages. Raises ValueError unless they are a tuple or list."""
-    if not isinstance(messages, tuple | list) or isinstance(messages, Message):
-        raise ValueError(f"messages: got {type(messages).__name__}, expected a tuple of Message")
-    return messages
-
-
 def check_message(message: Any) -> list[str]:
     """The message's role, content and name. Raises ValueError for what is none, or not one that is observed."""
     if not isinstance(message, Message):
@@ -117,17 +119,3 @@ def check_message(message: Any) -> list[str]:
             f"of {', '.join(OBSERVED)}, and text"
         )
     return [message.role, str(message.content), message.name]
-
-
-def check_turn_reward(reward: Any) -> float | None:
-    """The reward of a turn. Raises ValueError for anything but a finite number or None."""
-    if reward is None or (isinstance(reward, int | float) and math.isfinite(reward)):
-        return None if reward is None else float(reward)
-    raise ValueError(f"reward: got {type(reward).__name__} {str(reward)[:80]}, expected a finite number or None")
-
-
-def check_done(done: Any) -> bool:
-    """Whether the episode is over. Raises ValueError for anything but True or False."""
-    if type(done) is not bool:
-        raise ValueError(f"done: got {type(done).__name__}, expected True or False")
-    return done

@@ -7,6 +7,12 @@ cut has no end, and ends the episode.
 The tokenizer's own chat template is taken where turns can be appended to it exactly, and refused before sampling where
 they cannot. Behind a turn stands what the template puts there: rendered are a short conversation and an answer in the
 place of the policy's turn, and what stands behind that answer's end token is what is appended.
+
+    tokenizer    of the policy
+    read_calls   (text) -> content, calls and what is malformed: `chat_format.hermes`, `chat_format.tags` and their kin
+    observed     roles of the observations that environments answer with: "tool", "user"
+    text         of a turn
+    returns      the format; of a reader of calls the text around them, the calls in order, and what is malformed
 """
 
 import json
@@ -43,14 +49,7 @@ _TAGS = re.compile(r"<(/?)([A-Za-z_][A-Za-z0-9_]*)>")
 
 
 def hermes(text: str) -> ReadTurn:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write them.
-
-    Args:
-        text: of a turn.
-
-    Returns:
-        The text around the calls, the calls in order, and what is malformed.
-    """
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write them."""
     return _between_marks(text, partial(_json_call, field="arguments"))
 
 
@@ -58,25 +57,12 @@ def qwen_xml(text: str) -> ReadTurn:
     """`<tool_call><function=name><parameter=x>value</parameter></function></tool_call>`, as Qwen3-Coder writes them.
 
     A value that is JSON is what it says, any other is text.
-
-    Args:
-        text: of a turn.
-
-    Returns:
-        The text around the calls, the calls in order, and what is malformed.
     """
     return _between_marks(text, _xml_call)
 
 
 def llama_json(text: str) -> ReadTurn:
-    """`{"name": ..., "parameters": {...}}`, as Llama 3 writes a call: it is all that the turn says.
-
-    Args:
-        text: of a turn.
-
-    Returns:
-        No text and the call; the text where it does not begin as a call does; what is malformed.
-    """
+    """`{"name": ..., "parameters": {...}}`, as Llama 3 writes a call: it is all that the turn says."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
         return ReadTurn(text.strip(), (), "")
@@ -138,11 +124,7 @@ def tags(text: str, *, argument: str) -> ReadTurn:
     """`<name>text</name>`: a call of the tool `name` with one argument, short enough for a tiny model to write.
 
     Args:
-        text: of a turn.
         argument: name of the argument that the text between the tags is.
-
-    Returns:
-        The text around the calls, the calls in order, and what is malformed.
     """
     calls, wrong, content, place = [], "", [], 0
     while opened := _TAGS.search(text, place):
@@ -160,14 +142,7 @@ def tags(text: str, *, argument: str) -> ReadTurn:
 
 
 def no_calls(text: str) -> ReadTurn:
-    """For environments without tools: the whole text is content.
-
-    Args:
-        text: of a turn.
-
-    Returns:
-        The text, and no calls.
-    """
+    """For environments without tools: the whole text is content."""
     return ReadTurn(text, (), "")
 
 
@@ -262,13 +237,6 @@ class TextFormat(TokenizerFormat):
 def text(tokenizer: PreTrainedTokenizerBase, *, read_calls: ReadCalls) -> TextFormat:
     """A format for models that know no chat: contents as plain text.
 
-    Args:
-        tokenizer: of the policy.
-        read_calls: (text) -> content, calls and what is malformed: `chat_format.tags` and its kin.
-
-    Returns:
-        The format.
-
     Raises:
         ValueError: for a tokenizer without an end-of-sequence token, as nothing would end a turn.
     """
@@ -307,14 +275,6 @@ def tokenizer_template(
     tokenizer: PreTrainedTokenizerBase, *, observed: Sequence[str], read_calls: ReadCalls
 ) -> TemplateFormat:
     """The tokenizer's chat template.
-
-    Args:
-        tokenizer: of the policy.
-        observed: roles of the observations that environments answer with: "tool", "user".
-        read_calls: (text) -> content, calls and what is malformed: `chat_format.hermes` and its kin.
-
-    Returns:
-        The format.
 
     Raises:
         ValueError: for a tokenizer without a template or an EOS token, and for a template to which a turn cannot be
@@ -444,12 +404,7 @@ def family_renderer(tokenizer: PreTrainedTokenizerBase, *, family: str, observed
     """The format of a model family, by the `renderers` package (extra `agents`).
 
     Args:
-        tokenizer: of the policy.
         family: the package's name of the family: "qwen3", "glm-5", ...
-        observed: roles of the observations that environments answer with: "tool", "user".
-
-    Returns:
-        The format.
 
     Raises:
         ValueError: where the package is missing, does not know the family, or cannot append observations of such roles

@@ -3,6 +3,10 @@
 No engine is in here. A sampler is given prompts, hands in a turn when it has ended, and asks what stands behind it. The
 n-th sampled token of a row draws the n-th uniform number of its key, and an environment is asked with seeds of (key,
 uid, sample, turn): a row is a function of (weights, problem, key, uid, g, what the environment answered).
+
+    failure   what the environment failed with
+    called    whether the turn called a tool
+    returns   the answer that the episode gets
 """
 
 import time
@@ -241,7 +245,8 @@ class EpisodeRows:
         n = len(row.turns) - 1
         taped = self.of.tape.of(row.problem.uid, row.g)
         if taped is not None and (not self.of.pure or self._failed_before(row, taped, n)):
-            row.asked = ready_answer(self._from_tape(row, taped, n))
+            row.asked = Future()
+            row.asked.set_result(self._from_tape(row, taped, n))
         else:
             row.asked = self.of.caller.step(row.state, message, self._seeds(n)[b])
         return True
@@ -389,34 +394,11 @@ class PendingAnswers:
         return answer
 
 
-def ready_answer(answer: Answer) -> Future[Answer]:
-    """An answer that is there."""
-    future: Future[Answer] = Future()
-    future.set_result(answer)
-    return future
-
-
 def as_observation(failure: Answer, called: bool) -> Answer:
-    """The failure as an observation, a tool's message where the turn had called one; the state stays as it is.
-
-    Args:
-        failure: of the environment.
-        called: whether the turn called a tool.
-
-    Returns:
-        An answer with a message about it, and reward 0.
-    """
+    """The failure as an observation worth 0, a tool's message where the turn called one; the state stays as it is."""
     return Answer(messages=(Message("tool" if called else "user", f"error: {failure.failure}"),))
 
 
 def as_unscorable(failure: Answer, called: bool) -> Answer:
-    """The episode ends here and cannot be scored: its row is masked out.
-
-    Args:
-        failure: of the environment.
-        called: not read.
-
-    Returns:
-        An answer without a reward.
-    """
+    """The episode ends here and cannot be scored: its row is masked out."""
     return Answer(reward=None, done=True)
