@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from grpo_fn.core.environment import Environment, Message, PlainData, Start, Step
-from grpo_fn.core.problem import Completion, Problem, Ran
+from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.environments.tools import tail
 from grpo_fn.rewards.code import Runner, run_against_tests
 
@@ -57,16 +57,13 @@ def step(
         return Step(after, (), 1.0, True)
     if tries >= max_tries:
         return Step(after, (), 0.0, True)
-    feedback = _describe_failure(ran, state["tests"], shown_tests)
-    return Step(after, (Message("user", feedback),), 0.0, False)
-
-
-def _describe_failure(ran: Ran, tests: list[str], shown_tests: int) -> str:
-    """Which tests failed, why, and what the program printed."""
+    tests = state["tests"]
     failed = [test for test, verdict in zip(tests, ran.verdicts, strict=True) if verdict is False]
     shown = [test for test in tests[:shown_tests] if test in failed]
     lines = [f"The program fails {len(failed)} of {len(tests)} tests: {ran.reason}", *shown]
     if failed and not shown:
         lines.append("The tests that fail are not among those shown.")
-    printed = tail(ran.printed, SHOWN)
-    return "\n".join([*lines, *(["It printed:", printed] if printed else []), "Write the whole program again."])
+    if printed := tail(ran.printed, SHOWN):
+        lines += ["It printed:", printed]
+    feedback = "\n".join([*lines, "Write the whole program again."])
+    return Step(after, (Message("user", feedback),), 0.0, False)

@@ -31,6 +31,9 @@ def procedural_correct(problem: Problem, completion: Completion, *, answer_of: A
         completion: the completion that is judged.
         answer_of: what the completion states as its answer: `format.last_box`.
 
+    Returns:
+        1.0 or 0.0.
+
     Raises:
         ValueError: for a problem of another task, and without the library.
     """

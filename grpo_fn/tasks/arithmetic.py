@@ -2,7 +2,8 @@
 
 What is asked is one of a finite list of *contents*: a first number and some additions and subtractions, operands in
 1..max_value, never below zero on the way. Sentences drawn at random turn a content into English. A content is either
-held out or trained on, whatever the words, so no training draw can touch a held-out problem.
+held out or trained on, whatever the words, so no training draw can touch a held-out problem. The arguments
+of both tasks:
 
     max_value     largest operand
     operations    additions and subtractions in each problem

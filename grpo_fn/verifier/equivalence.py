@@ -404,8 +404,12 @@ def _range(text: str) -> _Range | None:
             (["", *sides], ["", *relations]) if _LETTER.fullmatch(sides[0]) else ([*sides, ""], relations)
         )
     low, letter, high = sides
-    bounds = [bound for bound in (low, high) if bound]
-    if not _LETTER.fullmatch(letter) or not all(_is_bound(bound, letter) for bound in bounds):
+    bounded = all(
+        _BOUND.fullmatch(bound) and not _LETTER.fullmatch(bound) and letter not in re.findall(_LETTER, bound)
+        for bound in (low, high)
+        if bound
+    )
+    if not _LETTER.fullmatch(letter) or not bounded:
         return None
     below = ("(" if relations[0] in _OPENS else "[") + low if low else ""
     above = high + (")" if relations[-1] in _OPENS else "]") if high else ""
@@ -423,12 +427,6 @@ def _intersection(ranges: list[_Range | None]) -> _Range | None:
             return first._replace(low=low)
         case _:
             return None
-
-
-def _is_bound(text: str, letter: str) -> bool:
-    return (
-        _BOUND.fullmatch(text) is not None and not _LETTER.fullmatch(text) and letter not in re.findall(_LETTER, text)
-    )
 
 
 def _goes_up(relation: str) -> bool:
