@@ -151,6 +151,9 @@ class Point:
     def __lt__(self, other):
         return self.x < other.x
 
+    def __bool__(self):
+        return self.x > 0
+
     __hash__ = None
 
 
@@ -320,6 +323,8 @@ def test_objects_are_made_read_changed_and_handed_on_by_number(world):
     assert point.next.x == 7
     assert isinstance(point, world.Point)
     assert not isinstance(3, world.Point)
+    assert bool(world.Point(1))
+    assert not world.Point(-1)
     assert world.same([point])[0] == point
     with pytest.raises(AttributeError):
         print(point.z)

@@ -40,6 +40,13 @@ TASKS = {
 }
 
 
+@pytest.mark.parametrize("arm", [0, 1])
+def test_an_arm_is_walked_with_the_key_that_a_part_of_a_mixture_has(arm):
+    own = prng.split(key(3), 3)[1 + arm]  # the first is that of the order
+    expected = [made(1 + arm).train(own, turn).prompt for turn in range(5)]
+    assert [parts().train(key(3), 2 * turn + arm).prompt for turn in range(5)] == expected
+
+
 @given(seeds, st.sampled_from([*TASKS]), st.integers(0, 50), st.integers(1, 12))
 def test_a_problem_is_a_function_of_key_and_index_and_its_uid_says_its_arm(seed, name, start, count):
     task = TASKS[name]()
