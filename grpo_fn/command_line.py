@@ -31,6 +31,16 @@ ERRORS = "GRPO_FN_ERRORS"  # environment variable with a folder of the launch: a
 BINDINGS = "binding on top of the files; repeatable"
 
 
+def command_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """A parser of `python -m COMMAND`, whose help shows the description as it stands; no flag can be shortened."""
+    return argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog=f"python -m {command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def add_gin_flags(
     parser: argparse.ArgumentParser, *, files: str, params: str = BINDINGS, required: bool = False
 ) -> None:

@@ -87,8 +87,7 @@ def attack_reward(args: argparse.Namespace) -> int:
         config = load_config(args.gin_file, args.gin_param, taker="grpo_fn.lab.redteam.attack_run")
         from grpo_fn.lab import redteam
 
-        request = redteam.AttackRequest(" + ".join(args.gin_file), args.problems, args.pulls)
-        campaign = redteam.attack_run(request, **config.kwargs())
+        campaign = redteam.attack_run(" + ".join(args.gin_file), args.problems, args.pulls, **config.kwargs())
     else:
         from grpo_fn.lab import redteam
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fn.command_line import exit_code
+from grpo_fn.command_line import command_parser, exit_code
 from grpo_fn.lab.paired import mcnemar, paired_bootstrap, paired_cells, paired_difference
 from grpo_fn.lab.trials import code_span, table_markdown
 
@@ -43,12 +43,7 @@ class Flips(NamedTuple):
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m grpo_fn.lab.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("grpo_fn.lab.compare", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="two or more; the first is the baseline")
     parser.add_argument("--grader", metavar="NAME", help="whose score of 1 means right (default: the deciding grader)")
     parser.add_argument(
@@ -101,7 +96,7 @@ def read_evaluation(path: Path, match: str) -> ComparedRun:
 
     file = path if path.is_file() else path / "samples.jsonl"  # of an evaluation's folder; or the newest of a run's
     if not file.is_file():
-        steps = rollout_store.evaluation_steps(path / "eval") if (path / "eval").is_dir() else []
+        steps = rollout_store.evaluation_steps(path / "eval")
         if not steps:
             raise ValueError(
                 f"got {path}, expected a folder with samples.jsonl, a run folder with evaluations, or a .jsonl file"

@@ -55,17 +55,10 @@ def push_attributes(x: float, classes: str) -> Markup:
     return Markup(' class="{}" style="--s:{}"').format(f"{classes}{side}".strip(), f"{min(1.0, abs(x)):.3g}")
 
 
-def matrix(names: Sequence[str], values: Sequence[Sequence[float]]) -> str:
-    """A square of numbers in [-1, 1] on their colours."""
-    return PIECES.matrix(names, values)
-
-
-def colored_tokens(texts: Sequence[str], values: Sequence[float | None], *, unit: float) -> str:
-    """Sampled tokens on the colour of dlogp / unit: blue below 0, which pushes the token up, red above."""
-    return PIECES.tokens(texts, values, unit)
-
-
 PIECES = template("pieces.html.j2").make_module({"push": push_attributes})
+matrix = PIECES.matrix  # (names, values): a square of numbers in [-1, 1] on their colours
+# (texts, values, unit): sampled tokens on the colour of dlogp / unit: blue below 0, pushed up, red above
+colored_tokens = PIECES.tokens
 
 
 # -- text, with all that cannot be seen drawn

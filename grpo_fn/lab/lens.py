@@ -14,17 +14,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from grpo_fn.command_line import exit_code
+from grpo_fn.command_line import command_parser, exit_code
 
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m grpo_fn.lab.lens",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("grpo_fn.lab.lens", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="a step whose rollout is stored")
     parser.add_argument("--policy", metavar="NAME", help="weights to look with (default: the run's newest)")

@@ -13,13 +13,13 @@ Exit codes: 0 all done, 1 some run failed, 2 bad input, 75 stopped by SIGTERM or
 """
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from grpo_fn.command_line import exit_code
@@ -36,6 +36,7 @@ from grpo_fn.lab.trials import (
     open_trials,
     plain_table,
     print_trials,
+    read_spec,
     run_flags,
     table_markdown,
     trial_parser,
@@ -92,7 +93,7 @@ def pair(args: argparse.Namespace) -> int:
             print_trials(args, pairing.trials(), pairing.flags)
             return 0
         pairing = open_pairing(args.out, pairing)
-        stopped = TrialRunner(args.out, pairing.trials(), pairing.flags, jobs=args.jobs, timeout=args.timeout).work()
+        stopped = TrialRunner(args, pairing.trials(), pairing.flags).work()
     try:
         results = compare_arms(args.out, pairing, args.metric or METRICS)
     except ValueError as error:
@@ -139,12 +140,7 @@ class Pairing:
 
     def trials(self) -> list[Trial]:
         """All runs; every arm of a seed before the next seed, so that what is done can be compared."""
-        return [arm_trial(arm, seed) for seed in self.seeds for arm in self.arms]
-
-
-def arm_trial(arm: str, seed: str) -> Trial:
-    """The run of an arm and a seed."""
-    return Trial(f"{arm}-seed_{seed}", {"arm": arm, "seed": seed})
+        return [Trial(f"{arm}-seed_{seed}", {"arm": arm, "seed": seed}) for seed in self.seeds for arm in self.arms]
 
 
 def pairing_of_flags(args: argparse.Namespace) -> Pairing:
@@ -164,7 +160,7 @@ def pairing_of_flags(args: argparse.Namespace) -> Pairing:
 
 def read_pairing(out: Path) -> Pairing:
     """What a folder compares. Raises OSError or ValueError for one that is none."""
-    return Pairing(**json.loads((out / SPEC).read_text(encoding="utf-8")))
+    return read_spec(out / SPEC, lambda spec: Pairing(**spec))
 
 
 def open_pairing(out: Path, pairing: Pairing) -> Pairing:
@@ -235,6 +231,9 @@ def first_unlike(where: str, a: Any, b: Any) -> tuple[str, str, str]:
 # -- differences to the first arm by step, with intervals over the seeds
 
 
+RunMetrics = Mapping[int, Mapping[str, Any]]  # step -> metric
+
+
 class ArmDifference(NamedTuple):
     """An arm against the first one, by one metric at one step."""
 
@@ -252,63 +251,68 @@ class PairResults(NamedTuple):
     missing: list[Trial]  # runs that are not finished
 
 
-RunMetrics = Mapping[tuple[str, str], Mapping[int, Mapping[str, Any]]]  # (arm, seed) -> step -> metric, of what is done
-
-
 def compare_arms(out: Path, pairing: Pairing, metrics: Sequence[str]) -> PairResults:
     """Every arm against the first, by step. Raises ValueError where there is nothing to compare."""
-    trials = {(trial.values["arm"], trial.values["seed"]): trial for trial in pairing.trials()}
-    done = {
-        key: metrics_by_step(trial_path(out, trial), torn_end=False)
-        for key, trial in trials.items()
-        if is_done(out, trial)
+    trials = pairing.trials()
+    paths = {
+        (trial.values["arm"], trial.values["seed"]): trial_path(out, trial) for trial in trials if is_done(out, trial)
     }
     first, *others = pairing.arms
-    if not any((first, seed) in done and (arm, seed) in done for arm in others for seed in pairing.seeds):
+    pairs = {
+        arm: [
+            (paths[first, seed], paths[arm, seed])
+            for seed in pairing.seeds
+            if (first, seed) in paths and (arm, seed) in paths
+        ]
+        for arm in others
+    }
+    if not any(pairs.values()):
         raise ValueError(
-            f"got {len(done)} finished runs of {len(trials)}, none of which is the partner of one of {first}; "
+            f"got {len(paths)} finished runs of {len(trials)}, none of which is the partner of one of {first}; "
             f"the others are in {out / 'trials'}, each with what it printed in NAME.out"
         )
-    rows = [row for metric in metrics for arm in others for row in arm_differences(pairing, done, arm, metric)]
+    done = {path: metrics_by_step(path, torn_end=False) for path in paths.values()}
+    rows = [
+        row
+        for metric in metrics
+        for arm in others
+        for row in arm_differences(arm, metric, [(done[base], done[other]) for base, other in pairs[arm]])
+    ]
     if absent := [metric for metric in metrics if metric not in {row.metric for row in rows}]:
         raise ValueError(f"--metric: got {', '.join(absent)}, which no finished pair of runs has, expected a metric")
-    sampled = {(arm, step): share for arm in others for step, share in same_samples(out, pairing, done, arm).items()}
-    return PairResults(rows, sampled, [trial for key, trial in trials.items() if key not in done])
+    sampled = {(arm, step): share for arm in others for step, share in same_samples(pairs[arm]).items()}
+    return PairResults(rows, sampled, [trial for trial in trials if trial_path(out, trial) not in done])
 
 
-def arm_differences(pairing: Pairing, done: RunMetrics, arm: str, metric: str) -> list[ArmDifference]:
-    """An arm against the first one at every step that some seed has in both."""
-    pairs: dict[int, list[tuple[float, float]]] = {}
-    for seed in pairing.seeds:
-        base, other = done.get((pairing.first, seed), {}), done.get((arm, seed), {})
+def arm_differences(arm: str, metric: str, pairs: Sequence[tuple[RunMetrics, RunMetrics]]) -> list[ArmDifference]:
+    """An arm against the first one at every step that some pair of runs, (first, arm), has."""
+    by_step: dict[int, list[tuple[float, float]]] = {}
+    for base, other in pairs:
         for step in sorted(base.keys() & other.keys()):
             values = base[step].get(metric), other[step].get(metric)
             if None not in values:  # null is what was not finite
-                pairs.setdefault(step, []).append(values)
+                by_step.setdefault(step, []).append(values)
     return [
-        ArmDifference(arm, metric, step, paired_difference(*zip(*pairs[step], strict=True))) for step in sorted(pairs)
+        ArmDifference(arm, metric, step, paired_difference(*zip(*by_step[step], strict=True)))
+        for step in sorted(by_step)
     ]
 
 
-def same_samples(out: Path, pairing: Pairing, done: RunMetrics, arm: str) -> dict[int, float]:
-    """By step, the share of samples that are alike in both, of the seeds whose rollouts are kept in both."""
+def same_samples(pairs: Sequence[tuple[Path, Path]]) -> dict[int, float]:
+    """By step, the share of samples that are alike in both runs, of the pairs whose rollouts are kept in both."""
     from grpo_fn.shell.logging import rollout_store
 
-    def samples(path: Path) -> dict[tuple[int, int], list[int]]:
-        """(problem, sample) -> the tokens of prompt and completion, of a step's file."""
-        return {(row["uid"], row["g"]): row["tokens"] for row in rollout_store.load_rows(path)}
-
     shares: dict[int, list[float]] = {}
-    for seed in pairing.seeds:
-        if (pairing.first, seed) not in done or (arm, seed) not in done:
-            continue
-        roots = [trial_path(out, arm_trial(name, seed)) / "rollouts" for name in (pairing.first, arm)]
-        kept = [{*rollout_store.rollout_steps(root)} if root.is_dir() else set() for root in roots]
-        for step in sorted(kept[0] & kept[1]):
-            base, other = (samples(root / f"step_{step:06d}.jsonl.gz") for root in roots)
+    for pair in pairs:
+        roots = [path / "rollouts" for path in pair]
+        for step in sorted(set.intersection(*({*rollout_store.rollout_steps(root)} for root in roots))):
+            base, other = (  # (problem, sample) -> the tokens of prompt and completion
+                {(row["uid"], row["g"]): row["tokens"] for row in rollout_store.load_rows(file)}
+                for file in (root / f"step_{step:06d}.jsonl.gz" for root in roots)
+            )
             same = sum(other.get(key) == tokens for key, tokens in base.items())
             shares.setdefault(step, []).append(same / max(len(base), len(other)))
-    return {step: math.fsum(values) / len(values) for step, values in sorted(shares.items())}
+    return {step: fmean(values) for step, values in sorted(shares.items())}
 
 
 # -- as tables
@@ -316,13 +320,14 @@ def same_samples(out: Path, pairing: Pairing, done: RunMetrics, arm: str) -> dic
 
 def write_tables(out: Path, pairing: Pairing, results: PairResults) -> str:
     """Write paired.jsonl and table.md; returns what a terminal shows."""
-    lines = [difference_line(pairing, row) for row in results.rows]
-    lines += [
-        {"arm": arm, "metric": "same_samples", "step": step, "share": share}
-        for (arm, step), share in results.sampled.items()
-    ]
+    lines: list[dict[str, Any]] = []
+    for arm, metric, step, paired in results.rows:
+        figures = {name: value if math.isfinite(value) else None for name, value in paired._asdict().items()}
+        lines.append({"arm": arm, "to": pairing.first, "metric": metric, "step": step, **figures})
+    for (arm, step), share in results.sampled.items():
+        lines.append({"arm": arm, "metric": "same_samples", "step": step, "share": share})
     write_bytes(out / "paired.jsonl", "".join(to_json(line) + "\n" for line in lines).encode())
-    tables = [(heading, cells) for heading, cells in pair_tables(pairing, results) if cells]
+    tables = [(heading, cells) for heading, cells in pair_tables(results) if cells]
     outputs = [trial_path(out, trial, ".out") for trial in results.missing]
     rest = [f"- not finished: {path.stem}" + f", see {path}" * path.exists() for path in outputs]
     ends = ["\n".join(rest)] if rest else []
@@ -333,41 +338,35 @@ def write_tables(out: Path, pairing: Pairing, results: PairResults) -> str:
     return "\n\n".join([*shown, *ends, f"written to {out / 'table.md'}"])
 
 
-def difference_line(pairing: Pairing, row: ArmDifference) -> dict[str, Any]:
-    """A row as a line of paired.jsonl; null where a number is not finite."""
-    figures = {name: value if math.isfinite(value) else None for name, value in row.paired._asdict().items()}
-    return {"arm": row.arm, "to": pairing.first, "metric": row.metric, "step": row.step, **figures}
-
-
-def pair_tables(pairing: Pairing, results: PairResults) -> list[tuple[str, list[dict[str, str]]]]:
+def pair_tables(results: PairResults) -> list[tuple[str, list[dict[str, str]]]]:
     """Heading and rows of each table: for every metric the last step, and the worth by step; then equal samples."""
     tables = []
     for metric in dict.fromkeys(row.metric for row in results.rows):
-        rows = [row for row in results.rows if row.metric == metric]
-        last = {row.arm: row for row in rows}
-        ends = [{"arm": row.arm, "step": str(row.step), **paired_cells(row.paired)} for row in last.values()]
+        paired = {(row.arm, row.step): row.paired for row in results.rows if row.metric == metric}
+        last = dict(paired)  # arm -> its last step: the steps ascend
+        ends = [{"arm": arm, "step": str(step), **paired_cells(paired[arm, step])} for arm, step in last.items()]
         tables.append((f"{metric} at the last step", ends))
-        if len({row.step for row in rows}) > 1:
-            tables.append((f"{metric}: difference by step", cells_by_step(rows, difference_cell)))
-            worth = cells_by_step(rows, lambda row: paired_cells(row.paired)["worth"])
-            tables.append((f"{metric}: worth by step", worth))
-    steps = spread_steps({step for _, step in results.sampled})
-    shares = [
-        {"arm": arm, **{f"step {step}": three_digits(results.sampled.get((arm, step), math.nan)) for step in steps}}
-        for arm in dict.fromkeys(arm for arm, _ in results.sampled)
+        if len({step for _, step in paired}) > 1:
+            differences = {key: difference_cell(figures) for key, figures in paired.items()}
+            worths = {key: paired_cells(figures)["worth"] for key, figures in paired.items()}
+            tables.append((f"{metric}: difference by step", cells_by_step(differences)))
+            tables.append((f"{metric}: worth by step", cells_by_step(worths)))
+    shares = {key: three_digits(share) for key, share in results.sampled.items()}
+    return [*tables, (f"same samples by step. {SAMPLED}", cells_by_step(shares))]
+
+
+def difference_cell(paired: PairedDifference) -> str:
+    """The difference, with half the width of its interval."""
+    return f"{paired.difference:+.3g}" + f" ± {paired.high - paired.difference:.2g}" * (paired.n > 1)
+
+
+def cells_by_step(cells: Mapping[tuple[str, int], str]) -> list[dict[str, str]]:
+    """(arm, step) -> text, as a line for each arm and a column for each of some steps."""
+    steps = spread_steps({step for _, step in cells})
+    return [
+        {"arm": arm, **{f"step {step}": cells.get((arm, step), "-") for step in steps}}
+        for arm in dict.fromkeys(arm for arm, _ in cells)
     ]
-    return [*tables, (f"same samples by step. {SAMPLED}", shares)]
-
-
-def cells_by_step(rows: Sequence[ArmDifference], cell: Callable[[ArmDifference], str]) -> list[dict[str, str]]:
-    """A line for each arm, a column for each of some steps."""
-    steps = spread_steps({row.step for row in rows})
-    lines: dict[str, dict[str, str]] = {}
-    for row in rows:
-        lines.setdefault(row.arm, {"arm": row.arm, **{f"step {step}": "-" for step in steps}})
-        if row.step in steps:
-            lines[row.arm][f"step {row.step}"] = cell(row)
-    return [*lines.values()]
 
 
 def spread_steps(steps: set[int]) -> list[int]:
@@ -376,12 +375,6 @@ def spread_steps(steps: set[int]) -> list[int]:
     if len(every) <= SHOWN_STEPS:
         return every
     return [every[round(i * (len(every) - 1) / (SHOWN_STEPS - 1))] for i in range(SHOWN_STEPS)]
-
-
-def difference_cell(row: ArmDifference) -> str:
-    """The difference, with half the width of its interval."""
-    p = row.paired
-    return f"{p.difference:+.3g} ± {p.high - p.difference:.2g}" if p.n > 1 else f"{p.difference:+.3g}"
 
 
 if __name__ == "__main__":

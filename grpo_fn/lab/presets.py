@@ -30,7 +30,7 @@ from grpo_fn.lab.html_page import colored_tokens, html_page, html_section, html_
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.fsdp import FunctionalPolicy
-from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, locate
+from grpo_fn.trainer.model_source import check_fits, load_located_model, locate
 from grpo_fn.trainer.prepare import SAMPLING
 from grpo_fn.trainer.validate import check_parts
 
@@ -132,8 +132,14 @@ class StepViews(NamedTuple):
 def view_step(run: Path, step: int, *, policy: str, on_policy: bool, reference: str | None) -> StepViews:
     """Read the step, score it, and show it to every preset. Raises ValueError for what is not there or does not fit."""
     config, groups = stored_groups(run, step)
-    presets, refused = fitting_presets([config], [*groups.reward.parts])
-    algorithms = {OWN: algorithm([config], None), **presets}
+    own_algorithm, algorithms, refused = algorithm(config), {}, {}
+    for name in preset_names():
+        preset = algorithm(config, f"algo/{name}.gin")
+        try:
+            check_parts(preset.credit, [*groups.reward.parts])
+            algorithms[name] = preset
+        except ValueError as error:  # it reads other parts of the reward
+            refused[name] = str(error)
     knobs = load_config([config], []).root.knobs
     temperature, seed = knobs["sampling"].knobs["temperature"], knobs["seed"]
     logp_old = groups.rollout.logp_sampled
@@ -149,11 +155,11 @@ def view_step(run: Path, step: int, *, policy: str, on_policy: bool, reference: 
     key = prng.fold_in(prng.key(seed, device="cpu"), SAMPLING)
     views = {
         name: view(algo, groups, logp_old, logp_ref, logp_old, energy, UNMOVED, key, steps=step - 1)
-        for name, algo in algorithms.items()
+        for name, algo in {OWN: own_algorithm, **algorithms}.items()
     }
     signal, own = signals(scores, views, UNMOVED), views[OWN]
-    parts, weights = algorithms[OWN].minibatches, "" if on_policy else policy
-    return StepViews(groups, scores, own, parts, [*views], signal, tokenizer, refused, weights)
+    weights = "" if on_policy else policy
+    return StepViews(groups, scores, own, own_algorithm.minibatches, [*views], signal, tokenizer, refused, weights)
 
 
 def stored_groups(run: Path, step: int) -> tuple[str, Groups]:
@@ -161,7 +167,7 @@ def stored_groups(run: Path, step: int) -> tuple[str, Groups]:
     config, root = run / "config.gin", run / "rollouts"
     if not config.is_file():
         raise ValueError(f"got {run} without config.gin, expected a run folder")
-    steps = rollout_store.rollout_steps(root) if root.is_dir() else []
+    steps = rollout_store.rollout_steps(root)
     if step not in steps:
         raise ValueError(f"got --step {step}, expected one whose rollout is stored: {steps or 'none is'}")
     return str(config), rollout_store.groups_from_rows(rollout_store.load_rows(root / f"step_{step:06d}.jsonl.gz"))
@@ -172,24 +178,9 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in (GIN_FOLDER / "algo").glob("*.gin"))
 
 
-def algorithm(config_files: list[str], preset: str | None) -> Algorithm:
-    """The algorithm of a configuration, with a preset laid over it unless that is None."""
-    over = [] if preset is None else [f"algo/{preset}.gin"]
-    config = load_config([*config_files, *over], [])
-    return freeze(config.root.knobs["algorithm"], {})
-
-
-def fitting_presets(config_files: list[str], parts: list[str]) -> tuple[dict[str, Algorithm], dict[str, str]]:
-    """Every preset laid over a configuration; and why not, of those that read other parts of the reward."""
-    fitting, refused = {}, {}
-    for name in preset_names():
-        algo = algorithm(config_files, name)
-        try:
-            check_parts(algo.credit, parts)
-            fitting[name] = algo
-        except ValueError as error:
-            refused[name] = str(error)
-    return fitting, refused
+def algorithm(config_file: str, *presets: str) -> Algorithm:
+    """The algorithm of a configuration, with presets laid over it."""
+    return freeze(load_config([config_file, *presets], []).root.knobs["algorithm"], {})
 
 
 def load_policy(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
@@ -198,10 +189,8 @@ def load_policy(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     if located.checkpoint is not None:
         check_fits(located.checkpoint, located.source.config())
     folder = located.source.folder()
-    model = hf.load_model(folder, dtype=torch.float32, device=torch.device("cpu"), attention="sdpa").eval()
-    if located.checkpoint is not None:
-        copy_checkpoint_weights(model, located.checkpoint)
-    return model, hf.load_tokenizer(folder)
+    load = partial(hf.load_model, folder, dtype=torch.float32, device=torch.device("cpu"), attention="sdpa")
+    return load_located_model(located, load).eval(), hf.load_tokenizer(folder)
 
 
 def in_parts(rollout: Rollout, score: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> list[Tensor]:

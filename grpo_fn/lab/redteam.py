@@ -246,14 +246,6 @@ class Campaign(NamedTuple):
     attempts: tuple[BestAttempt, ...]
 
 
-class AttackRequest(NamedTuple):
-    """What is asked of `attack_run`."""
-
-    name: str  # of the run, for people
-    problems: int
-    pulls: int
-
-
 def attack_named(
     *,
     rewards: Sequence[str],
@@ -277,7 +269,9 @@ def attack_named(
     return campaign._replace(task=task, reward=_sum_text(factors, rewards))
 
 
-def attack_run(request: AttackRequest, *, data: Data, rewards: Rewards, episodes: Episodes | None) -> Campaign:
+def attack_run(
+    name: str, problems: int, pulls: int, *, data: Data, rewards: Rewards, episodes: Episodes | None
+) -> Campaign:
     """The campaign against the task, the reward and the environment of a run, with its own deadlines."""
     function, knobs = function_and_knobs(rewards.reward)
     if function is not combine:
@@ -286,10 +280,8 @@ def attack_run(request: AttackRequest, *, data: Data, rewards: Rewards, episodes
         )
     parts, weights = knobs["parts"], knobs["weights"]
     check_sandboxes([*parts, *([] if episodes is None else [episodes.environment.start, episodes.environment.step])])
-    campaign = attack_task(
-        data.task(), parts, weights, rewards.pool, problems=request.problems, pulls=request.pulls, episodes=episodes
-    )
-    return campaign._replace(task=request.name, reward=_sum_text(weights, part_names(parts)))
+    campaign = attack_task(data.task(), parts, weights, rewards.pool, problems=problems, pulls=pulls, episodes=episodes)
+    return campaign._replace(task=name, reward=_sum_text(weights, part_names(parts)))
 
 
 def attack_task(

@@ -44,6 +44,7 @@ from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.stopwatch import ErrorContext, Stopwatch
 from grpo_fn.shell.model.hf import local_part
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.sampler.interface import DataParallelSampler
 from grpo_fn.shell.world import Elsewhere, LostRank, World, join_world, leave_lost
 from grpo_fn.trainer.build import RunRequest, TrainingRun, build, check_restored, first_carry, follow_groups
 from grpo_fn.trainer.loop import take_step, training_problem
@@ -100,67 +101,54 @@ def from_store(run: TrainingRun, stored: StoredRollout) -> Callable[[Explore, Ca
     return follow_groups(run.settings, run.task, collect)
 
 
-class NoSampler:
-    """A `TrainingSampler` for steps that learn from stored rollouts: it takes no weights and samples nothing."""
+class NoSampler(DataParallelSampler):
+    """The sampler of steps that learn from stored rollouts: it has no engine, takes no weights and samples nothing."""
 
-    max_staleness = 0
+    def __init__(self) -> None:
+        self.sampler = None  # as `chosen_kernels` looks for it
 
     def _nothing(self, *args: object) -> None:
         pass
 
     load = rest = refill = _nothing
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """Raise RuntimeError: a caller has lost what was stored."""
         raise RuntimeError(f"got {len(problems)} problems to sample, expected none: the step learns from stored tokens")
 
-    def drain(self) -> list[dict[str, Any]]:
-        """No batch is pending."""
-        return []
 
-    def figures(self) -> dict[str, float]:
-        """None."""
-        return {}
+def restore_nearest(run: TrainingRun, last: int, say: Callable[[str], None]) -> tuple[int, Carry]:
+    """Bring policy and sampler to the newest state kept of step `last` or before; the step and what it carried.
 
-    def messages(self) -> list[str]:
-        """None."""
-        return []
-
-
-class RestoredState(NamedTuple):
-    """The state that a policy was brought to."""
-
-    step: int  # after which it was saved; 0 for the model that the run began with
-    carried: Carry
-    notes: list[str]  # where it came from, for people
-
-
-def restore_nearest(run: TrainingRun, last: int) -> RestoredState:
-    """Bring policy and sampler to the newest state that is kept of step `last` or before."""
-    notes, root = [], run.run_dir / "checkpoints"
-    saved = run.world.agree(partial(nearest_checkpoint, root, last, notes), what="the checkpoint before the step")
+    The step is the one after which it was saved, 0 for the model that the run began with.
+    """
+    root = run.run_dir / "checkpoints"
+    saved = run.world.agree(partial(nearest_checkpoint, root, last, say), what="the checkpoint before the step")
     if saved is None:
-        notes.append("no checkpoint is kept before this step: from the model that the run began with")
+        say("no checkpoint is kept before this step: from the model that the run began with")
         step, carried, ahead = 0, first_carry(run), []
     else:
         step, path, blobs = saved
-        notes.append(f"restored {path}")
         run.policy.restore(partial(store.load_into, path, world=run.world), blobs["policy"])
         carried = check_restored(run, unpack_carried(blobs["carried"], training_problem(run)))
+        say(f"restored {path}")
         ahead = blobs.get("ahead", [])
     run.sampler.load(run.policy)
     run.sampler.refill(ahead)
-    return RestoredState(step, carried, notes)
+    return step, carried
 
 
-def nearest_checkpoint(root: Path, last: int, notes: list[str]) -> tuple[int, Path, dict[str, Any]] | None:
+def nearest_checkpoint(root: Path, last: int, say: Callable[[str], None]) -> tuple[int, Path, dict[str, Any]] | None:
     """The newest whole checkpoint of step `last` or before; None when there is none."""
     for step in reversed([step for step in store.steps(root) if step <= last]):
         try:
             path = verified_checkpoint(root / f"step_{step}")
             return step, path, store.blobs(path)
         except (ValueError, OSError) as error:  # broken; or deleted this moment by the run
-            notes.append(f"skipped: {error}")
+            say(f"skipped: {error}")
     return None
 
 
@@ -173,7 +161,7 @@ class Before(NamedTuple):
     ahead: list[dict[str, Any]]  # batches that are sampled and not yet learned from
 
 
-def before(policy: FSDPPolicy, sampler: Any, carried: Carry) -> Before:
+def before(policy: FSDPPolicy, sampler: DataParallelSampler, carried: Carry) -> Before:
     """A copy of all that the step begins with."""
     tensors = {name: local_part(x).detach().cpu().clone() for name, x in policy.tensors().items()}
     return Before(tensors, policy.counters(), carried, sampler.drain())
@@ -245,9 +233,9 @@ def replay(request: ReplayRequest) -> int:
     own, other = replay_config(request.run_dir, []), replay_config(request.run_dir, request.overrides)
     lines = digests_by_step(request.run_dir)
     if request.step not in lines and not request.overrides:
+        recorded = f"{len(lines)} steps from {min(lines)} to {max(lines)}" if lines else "none"
         raise ValueError(
-            f"--step: got {request.step}, which is not in {request.run_dir / DIGESTS}, "
-            f"expected one of {spans([*lines])} "
+            f"--step: got {request.step}, which is not in {request.run_dir / DIGESTS}, expected one of {recorded} "
             "(sections.Logging.checksums_every says which steps are recorded)"
         )
     settings = Settings(**own.kwargs())
@@ -290,12 +278,6 @@ def build_replay(
     )
 
 
-def spans(steps: Sequence[int]) -> str:
-    """Steps in short."""
-    listed = sorted(steps)
-    return f"{len(listed)} steps from {listed[0]} to {listed[-1]}" if listed else "none"
-
-
 # -- the run's own step
 
 
@@ -308,9 +290,7 @@ def repeat(
     stored = request.stored or unrepeatable(run, say)
     if stored:
         run = replace(run, sampler=NoSampler())
-    start, carried, notes = restore_nearest(run, request.step - 1)
-    for line in notes:
-        say(line)
+    start, carried = restore_nearest(run, request.step - 1, say)
     here = {"weights": run.policy.digests()["weights"], **of_curriculum(carried.curriculum)}
     recorded = {name: value for name, value in lines.get(start, {}).items() if name in here}
     story.first = [

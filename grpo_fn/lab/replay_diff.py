@@ -69,11 +69,8 @@ def tampered_fields(was: RecordedStep) -> list[str]:
         return []
     groups = was.stored.groups
     now = {"tokens": checksums.rollout_checksums(groups.rollout), "rewards": checksums.reward_checksums(groups.reward)}
-    return [
-        name
-        for name, number in now.items()
-        if was.line.get(name, checksums.hex_digest(number)) != checksums.hex_digest(number)
-    ]
+    digests = {name: checksums.hex_digest(number) for name, number in now.items()}
+    return [name for name, digest in digests.items() if was.line.get(name, digest) != digest]
 
 
 def edited_fields(was: RecordedStep, now: ReplayedStep, decode: Decode, *, sampled_anew: bool) -> list[str]:
@@ -159,10 +156,12 @@ def rounding_difference(was: RecordedStep, now: ReplayedStep, eps: float) -> str
     found = {}
     if was.line.get("tokens") != now.line["tokens"]:
         return ""
-    if was.stored is not None and recorded_logp(was):
+    if was.stored is not None:
         rollout = was.stored.groups.rollout
-        old = now.seen.batch.logp_old[now.seen.groups.rollout.mask].cpu()
-        found["old log-probs"] = relative_difference(rollout.logp_sampled[rollout.mask], old)
+        stored = checksums.hex_digest(checksums.of_sampled(rollout.logp_sampled, rollout.mask))
+        if was.line.get("logp_old") == stored:  # the stored log-probs are those that the ratio was taken with
+            old = now.seen.batch.logp_old[now.seen.groups.rollout.mask].cpu()
+            found["old log-probs"] = relative_difference(rollout.logp_sampled[rollout.mask], old)
     norm = was.figures.get("loss/grad_norm")
     if norm is not None and "loss/grad_norm" in now.figures:
         found["gradient norm"] = relative_difference(
@@ -185,12 +184,6 @@ def differing_figures(was: Mapping[str, float | None], now: Mapping[str, float])
     """The figures that both have and that differ; what the machine did is not among them."""
     both = {name: (of, now[name]) for name, of in was.items() if name in now and not name.startswith(NOT_REPEATED)}
     return {name: (of, here) for name, (of, here) in both.items() if of is not None and of != here}
-
-
-def recorded_logp(was: RecordedStep) -> bool:
-    """Whether the stored log-probs are those that the ratio was taken with."""
-    rollout = was.stored.groups.rollout
-    return was.line.get("logp_old") == checksums.hex_digest(checksums.of_sampled(rollout.logp_sampled, rollout.mask))
 
 
 # -- beside other knobs

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fn.command_line import exit_code
+from grpo_fn.command_line import command_parser, exit_code
 from grpo_fn.core.display_text import markdown_cell
 from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.core.problem import Turn, transcript
@@ -39,12 +39,7 @@ td:has(.long) { overflow-wrap: anywhere; }
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m grpo_fn.lab.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("grpo_fn.lab.report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default report.html")
     return parser
@@ -59,7 +54,9 @@ def write_report(args: argparse.Namespace) -> int:
     """Read, write. Raises ValueError or OSError for bad input."""
     runs = [read_run(path, name) for path, name in zip(args.runs, distinct_names(args.runs), strict=True)]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(args.out, report_page(runs).encode("utf-8", "replace"))
+    sections = [summary_section(runs), knob_section(runs), warning_section(runs), sample_section(runs)]
+    page = html_page("Report on " + ", ".join(run.name for run in runs), [STYLE, *sections])
+    write_bytes(args.out, page.encode("utf-8", "replace"))
     print(f"written to {args.out}")
     return 0
 
@@ -75,7 +72,7 @@ class ReportedRun(NamedTuple):
     knobs: dict[str, int | float | str]
     summary: dict[str, Any] | None
     running: bool  # whether a process works in it
-    warnings: list[str]
+    warnings: list[str]  # the newest lines of log.txt that warn, with their time
     step: int | None  # whose samples these are
     samples: list[dict[str, Any]]
 
@@ -97,6 +94,8 @@ def read_run(path: Path, name: str) -> ReportedRun:
     summary = path / "summary.json"
     if not (path / MARKER).is_file():
         raise ValueError(f"got {path} without {MARKER}, expected a run folder")
+    log = path / "log.txt"
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.is_file() else []
     step, rows = newest_samples(path / "rollouts")
     return ReportedRun(
         name=name,
@@ -104,7 +103,8 @@ def read_run(path: Path, name: str) -> ReportedRun:
         knobs=json.loads((path / "run.json").read_bytes()).get("hparams", {}),
         summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
         running=is_locked(path / LOCK),
-        warnings=warning_lines(path / "log.txt"),
+        # `2026-01-31 12:00:00 health, kl_high: ...`, or a rule that has ended the run
+        warnings=[line for line in lines if re.match(r"\S+ \S+ (health, |ended by )", line)][-WARNINGS:],
         step=step,
         samples=extreme_samples(rows),
     )
@@ -127,18 +127,11 @@ def is_locked(lock: Path) -> bool:
         return False
 
 
-def warning_lines(log: Path) -> list[str]:
-    """The newest lines of log.txt that warn, with their time."""
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.is_file() else []
-    # `2026-01-31 12:00:00 health, kl_high: ...`, or a rule that has ended the run
-    return [line for line in lines if re.match(r"\S+ \S+ (health, |ended by )", line)][-WARNINGS:]
-
-
 def newest_samples(root: Path) -> tuple[int | None, list[dict[str, Any]]]:
     """The newest step whose samples are there, and its rows; the run may be deleting older ones."""
     from grpo_fn.shell.logging import rollout_store  # it loads torch
 
-    for step in reversed(rollout_store.rollout_steps(root) if root.is_dir() else []):
+    for step in reversed(rollout_store.rollout_steps(root)):
         try:
             return step, rollout_store.load_rows(root / f"step_{step:06d}.jsonl.gz")
         except FileNotFoundError:
@@ -158,12 +151,6 @@ def finite_points(run: ReportedRun, metric: str) -> list[tuple[float, float]]:
 
 
 # -- the page
-
-
-def report_page(runs: Sequence[ReportedRun]) -> str:
-    """The whole page."""
-    sections = [summary_section(runs), knob_section(runs), warning_section(runs), sample_section(runs)]
-    return html_page("Report on " + ", ".join(run.name for run in runs), [STYLE, *sections])
 
 
 def summary_section(runs: Sequence[ReportedRun]) -> str:
@@ -248,7 +235,7 @@ def sample_section(runs: Sequence[ReportedRun]) -> str:
             [f'<div class="long">{markdown_cell(text)}</div>' for text in (shorten(row["prompt"]), written_text(row))]
             + [
                 markdown_cell(shorten(str(row["answer"]))),
-                *(signed_or_dash(row[name]) for name in ("reward", "advantage")),
+                *("-" if row[name] is None else f"{row[name]:+.3f}" for name in ("reward", "advantage")),
             ]
             for row in run.samples
         ]
@@ -269,11 +256,6 @@ def written_text(row: Mapping[str, Any]) -> str:
 def shorten(text: str) -> str:
     """The text, or the beginning of a long one."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text) - SHOWN} more characters)"
-
-
-def signed_or_dash(value: float | None) -> str:
-    """A number with its sign, or a dash."""
-    return "-" if value is None else f"{value:+.3f}"
 
 
 if __name__ == "__main__":

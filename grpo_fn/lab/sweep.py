@@ -43,6 +43,7 @@ from grpo_fn.lab.trials import (
     open_trials,
     plain_table,
     print_trials,
+    read_spec,
     run_flags,
     table_markdown,
     trial_parser,
@@ -55,6 +56,7 @@ PAIRED = (
     "to first: paired difference to the first line over the seeds of both, with Student's 95 % interval; worth: how "
     "many unpaired seeds a paired one is worth (the ratio of variances). The first line was chosen by these numbers."
 )
+DRAWS = 8  # of the random values, without --trials
 SEEDS = ("SEED", "train.train.seed")  # what a setting is repeated over
 
 
@@ -69,7 +71,7 @@ def flags() -> argparse.ArgumentParser:
         metavar="NAME=DIST",
         help="uniform(low,high), loguniform(low,high), integer(low,high) or choice(a,b,...); repeatable",
     )
-    parser.add_argument("--trials", type=int, default=8, metavar="N", help="draws of the random values (default 8)")
+    parser.add_argument("--trials", type=int, metavar="N", help=f"draws of the random values (default {DRAWS})")
     parser.add_argument("--metric", default="eval/accuracy", help="whose last value counts (default eval/accuracy)")
     parser.add_argument("--lowest", action="store_true", help="the lowest value is the best")
     return parser
@@ -82,17 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def sweep(args: argparse.Namespace) -> int:
     """Run what is missing, report. Raises ValueError or OSError for bad input."""
-    trial_flags, stopped = partial(sweep_flags, args), False
+    stopped = False
     if args.report:
-        trials = [Trial(**values) for values in json.loads((args.out / SPEC).read_text())["trials"]]
+        trials = read_sweep(args.out).trials
     else:
         trials = sweep_trials(args)
         check_bindings(args, trials)
+
+        def trial_flags(trial: Trial) -> list[str]:
+            return run_flags(args.gin_file, trial_bindings(args, trial))
+
         if args.dry_run:
             print_trials(args, trials, trial_flags)
             return 0
         trials = open_sweep(args, trials)
-        stopped = TrialRunner(args.out, trials, trial_flags, jobs=args.jobs, timeout=args.timeout).work()
+        stopped = TrialRunner(args, trials, trial_flags).work()
     outcomes = [trial_outcome(args.out, trial, args.metric) for trial in trials]
     done = [outcome.value for outcome in outcomes if outcome.state == "done"]
     if done and not any(map(math.isfinite, done)):
@@ -107,8 +113,11 @@ def sweep(args: argparse.Namespace) -> int:
 def sweep_trials(args: argparse.Namespace) -> list[Trial]:
     """The trials that the command line describes. Raises ValueError for none, and for a name that has two values."""
     check_limits(args)
-    if args.trials < 1:
-        raise ValueError(f"--trials: got {args.trials}, expected above 0")
+    if args.trials is not None and not args.random:
+        raise ValueError(f"--trials: got {args.trials} without --random, expected --random NAME=DIST to draw from")
+    count = DRAWS if args.trials is None else args.trials
+    if count < 1:
+        raise ValueError(f"--trials: got {count}, expected above 0")
     grid = {name: split_values(text) for name, text in map(name_and_value, args.grid)}
     dists = dict(map(name_and_value, args.random))
     if len({*grid, *dists}) < len(args.grid) + len(args.random):
@@ -118,8 +127,7 @@ def sweep_trials(args: argparse.Namespace) -> list[Trial]:
     if empty := [name for name, values in grid.items() if not all(values)]:
         raise ValueError(f"--grid: got an empty value of {', '.join(empty)}, expected NAME=A,B,...")
     draws = [
-        {name: draw_value(dist, f"0/{i}/{name}") for name, dist in dists.items()}
-        for i in range(args.trials if dists else 1)
+        {name: draw_value(dist, f"0/{i}/{name}") for name, dist in dists.items()} for i in range(count if dists else 1)
     ]
     points = [dict(zip(grid, point, strict=True)) for point in itertools.product(*grid.values())]
     trials = [sweep_trial({**values, **point}) for values in draws for point in points]
@@ -187,19 +195,30 @@ def check_bindings(args: argparse.Namespace, trials: Sequence[Trial]) -> None:
     """Every name and value against the functions that they are for. Raises ValueError before anything starts."""
     for trial in trials:
         try:
-            load_config(args.gin_file, sweep_bindings(args, trial))
+            load_config(args.gin_file, trial_bindings(args, trial))
         except ValueError as error:
             raise ValueError(f"trial {trial.name}: {error}") from error
 
 
-def sweep_bindings(args: argparse.Namespace, trial: Trial) -> list[str]:
+def trial_bindings(args: argparse.Namespace, trial: Trial) -> list[str]:
     """The sweep's bindings, and those of a trial on top."""
     return [*args.gin_param, *(f"{name}={value}" for name, value in trial.values.items())]
 
 
-def sweep_flags(args: argparse.Namespace, trial: Trial) -> list[str]:
-    """The flags of `python -m grpo_fn.run` for a trial."""
-    return run_flags(args.gin_file, sweep_bindings(args, trial))
+class Sweep(NamedTuple):
+    """What the folder of a sweep says that it is."""
+
+    gin_files: list[str]
+    gin_params: list[str]
+    trials: list[Trial]
+
+
+def read_sweep(out: Path) -> Sweep:
+    """The sweep of a folder. Raises OSError or ValueError for a folder of something else."""
+    return read_spec(
+        out / SPEC,
+        lambda spec: Sweep(**{**spec, "trials": [Trial(**values) for values in spec["trials"]]}),
+    )
 
 
 def open_sweep(args: argparse.Namespace, trials: Sequence[Trial]) -> list[Trial]:
@@ -207,17 +226,13 @@ def open_sweep(args: argparse.Namespace, trials: Sequence[Trial]) -> list[Trial]
 
     Raises ValueError when the folder is that of another sweep, or of something else.
     """
-    spec, base = args.out / SPEC, {"gin_files": args.gin_file, "gin_params": args.gin_param}
-    before: dict[str, Trial] = {}
-    if open_trials(spec):
-        known = json.loads(spec.read_text())
-        if {key: known[key] for key in base} != base:
-            raise ValueError(
-                f"got {args.out}, a sweep of {known['gin_files']} with {known['gin_params']}, expected the same"
-            )
-        before = {values["name"]: Trial(**values) for values in known["trials"]}
-    every = [*{**before, **{trial.name: trial for trial in trials}}.values()]
-    write_json(spec, {**base, "trials": [trial._asdict() for trial in every]})
+    known = Sweep(args.gin_file, args.gin_param, [])
+    if open_trials(args.out / SPEC):
+        known = read_sweep(args.out)
+        if (known.gin_files, known.gin_params) != (args.gin_file, args.gin_param):
+            raise ValueError(f"got {args.out}, a sweep of {known.gin_files} with {known.gin_params}, expected the same")
+    every = [*{trial.name: trial for trial in (*known.trials, *trials)}.values()]
+    write_json(args.out / SPEC, {**known._asdict(), "trials": [trial._asdict() for trial in every]})
     return every
 
 

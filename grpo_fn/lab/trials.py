@@ -1,6 +1,7 @@
 """Trials: runs of `python -m grpo_fn.run` in one folder, some at a time and stopped together, and tables about them."""
 
 import argparse
+import json
 import math
 import os
 import re
@@ -11,9 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from grpo_fn.command_line import add_gin_flags
+from grpo_fn.command_line import add_gin_flags, command_parser
 from grpo_fn.core.display_text import escape_control
 
 STOPPED, UNHEALTHY = 75, 76
@@ -21,6 +22,7 @@ INTERRUPTED = (STOPPED, -signal.SIGTERM)  # a trial without its signal handlers 
 POLL = 0.2  # seconds between looks at the running trials
 GRACE = 600.0  # seconds that a trial has for saving after its SIGTERM
 PLAIN = r"(?:[\w.,%+-]+(?: [\w.,%+-]+)*)?"  # text in which no markup acts, but for underscores
+T = TypeVar("T")
 TAIL = 12  # last lines shown of a trial that failed
 
 
@@ -33,12 +35,7 @@ class Trial(NamedTuple):
 
 def trial_parser(command: str, description: str) -> argparse.ArgumentParser:
     """The flags of every command that runs trials."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog=f"python -m {command}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(command, description)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder of all trials")
     add_gin_flags(parser, files="below every trial, as for grpo_fn.run", params="for every trial")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time; they share the cores")
@@ -84,6 +81,17 @@ def open_trials(spec: Path) -> bool:
     return known
 
 
+def read_spec(path: Path, make: Callable[[dict[str, Any]], T]) -> T:
+    """What the file that describes a folder of trials says. Raises ValueError for a file of another version."""
+    try:
+        return make(json.loads(path.read_text(encoding="utf-8")))
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"got {path}, which this version of grpo_fn cannot read ({type(error).__name__}: {error}), expected what "
+            "it wrote itself: take another --out, or the version that made the folder"
+        ) from error
+
+
 def trial_path(out: Path, trial: Trial, suffix: str = "") -> Path:
     """The run folder of a trial; with `.out` what it printed, with `.exit` its exit code once it has ended."""
     return out / "trials" / f"{trial.name}{suffix}"
@@ -106,16 +114,14 @@ class Running(NamedTuple):
 
 
 class TrialRunner:
-    """Some trials at a time, until all have been run or a signal says stop.
+    """Some trials at a time, until all have been run or a signal says stop; `args` are those of `trial_parser`.
 
-    `flags` are those of `python -m grpo_fn.run` for a trial, its run folder aside; `timeout` is a trial's, in seconds.
+    `flags` are those of `python -m grpo_fn.run` for a trial, its run folder aside.
     """
 
-    def __init__(
-        self, out: Path, trials: Sequence[Trial], flags: Callable[[Trial], list[str]], *, jobs: int, timeout: float
-    ) -> None:
-        self.out, self.flags, self.jobs, self.timeout = out, flags, jobs, timeout
-        self.left = [trial for trial in trials if not is_done(out, trial)]
+    def __init__(self, args: argparse.Namespace, trials: Sequence[Trial], flags: Callable[[Trial], list[str]]) -> None:
+        self.out, self.flags, self.jobs, self.timeout = args.out, flags, args.jobs, args.timeout
+        self.left = [trial for trial in trials if not is_done(self.out, trial)]
         self.running: list[Running] = []
         self.stopped_at = math.inf  # when the first signal came
 

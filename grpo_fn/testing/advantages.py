@@ -11,12 +11,13 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 from torch.func import vmap
 
-from grpo_fn.testing.harness import assert_same, check_claim, for_all
+from grpo_fn.testing.harness import assert_same, check_claim, holds_for
 from grpo_fn.testing.strategies import NO_NUMBERS, finite_floats, groups
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 Group = tuple[Tensor, Tensor]
 Rewards = SearchStrategy[float]
+VALID = st.integers(1, 64).flatmap(lambda g: st.lists(st.booleans(), min_size=g, max_size=g)).map(torch.tensor)
 
 
 def check_advantage(advantage: Advantage, *, rewards: Rewards | None = None) -> None:
@@ -34,93 +35,78 @@ def check_advantage(advantage: Advantage, *, rewards: Rewards | None = None) -> 
         invariant(advantage, finite_floats() if rewards is None else rewards)
 
 
-def finite_and_zero_where_invalid(f: Advantage, rewards: Rewards) -> None:
+@holds_for(groups)
+def finite_and_zero_where_invalid(f: Advantage, group: Group) -> None:
     """One finite number a sample, in the reward's dtype; exactly 0 for a sample that could not be scored."""
-
-    def holds(group: Group) -> None:
-        reward, valid = group
-        adv = f(reward, valid)
-        alike = adv.shape == reward.shape and adv.dtype == reward.dtype
-        check_claim(alike, f"got {adv}, expected shape and dtype of {reward}")
-        check_claim(bool(adv.isfinite().all()), f"got {adv}, expected finite advantages of finite rewards")
-        check_claim(bool((adv[~valid] == 0).all()), f"got {adv}, expected exactly 0 where not {valid}")
-
-    for_all(groups(rewards), holds)
+    reward, valid = group
+    adv = f(reward, valid)
+    alike = adv.shape == reward.shape and adv.dtype == reward.dtype
+    check_claim(alike, f"got {adv}, expected shape and dtype of {reward}")
+    check_claim(bool(adv.isfinite().all()), f"got {adv}, expected finite advantages of finite rewards")
+    check_claim(bool((adv[~valid] == 0).all()), f"got {adv}, expected exactly 0 where not {valid}")
 
 
-def invalid_samples_do_not_affect_others(f: Advantage, rewards: Rewards) -> None:
+@holds_for(groups)
+def invalid_samples_do_not_affect_others(f: Advantage, group: Group) -> None:
     """The others get what they would get without them."""
-
-    def holds(group: Group) -> None:
-        reward, valid = group
-        if valid.any():
-            alone = f(reward[valid], valid[valid])
-            assert_same(f(reward, valid)[valid], alone, "with and without invalid samples", tolerance=1e-9)
-
-    for_all(groups(rewards), holds)
+    reward, valid = group
+    if valid.any():
+        alone = f(reward[valid], valid[valid])
+        assert_same(f(reward, valid)[valid], alone, "with and without invalid samples", tolerance=1e-9)
 
 
-def constant_group_is_exactly_zero(f: Advantage, rewards: Rewards) -> None:
+@holds_for(
+    lambda rewards: st.tuples(rewards, st.sampled_from(NO_NUMBERS), st.one_of(VALID.map(torch.ones_like), VALID))
+)
+def constant_group_is_exactly_zero(f: Advantage, example: tuple[float, float, Tensor]) -> None:
     """In float32 too, where sum/G and R differ by an ulp that a small std blows up; also one sample, and none."""
-
-    def holds(example: tuple[float, float, Tensor]) -> None:
-        value, garbage, valid = example
-        adv = f(torch.where(valid, value, garbage).float(), valid)
-        check_claim(bool((adv == 0).all()), f"got {adv} for equal rewards {value}, expected exactly 0")
-
-    sizes = st.integers(1, 64).flatmap(lambda g: st.lists(st.booleans(), min_size=g, max_size=g)).map(torch.tensor)
-    ones = sizes.map(torch.ones_like)
-    for_all(st.tuples(rewards, st.sampled_from(NO_NUMBERS), st.one_of(ones, sizes)), holds)
+    value, garbage, valid = example
+    adv = f(torch.where(valid, value, garbage).float(), valid)
+    check_claim(bool((adv == 0).all()), f"got {adv} for equal rewards {value}, expected exactly 0")
 
 
-def a_reward_that_is_not_finite_shows(f: Advantage, rewards: Rewards) -> None:
+@holds_for(lambda rewards: st.tuples(groups(rewards, least=2), st.sampled_from(NO_NUMBERS[:3])))
+def a_reward_that_is_not_finite_shows(f: Advantage, example: tuple[Group, float]) -> None:
     """No silent zero for a valid sample: the step refuses what is not finite, and says so."""
-
-    def holds(example: tuple[Group, float]) -> None:
-        (reward, valid), bad = example
-        first = torch.arange(len(reward)) == 0
-        adv = f(torch.where(first, bad, reward), valid | first)
-        check_claim(not adv.isfinite().all(), f"got {adv} for a valid reward of {bad}, expected nan or inf in it")
-
-    for_all(st.tuples(groups(rewards, least=2), st.sampled_from(NO_NUMBERS[:3])), holds)
+    (reward, valid), bad = example
+    first = torch.arange(len(reward)) == 0
+    adv = f(torch.where(first, bad, reward), valid | first)
+    check_claim(not adv.isfinite().all(), f"got {adv} for a valid reward of {bad}, expected nan or inf in it")
 
 
-def order_does_not_matter(f: Advantage, rewards: Rewards) -> None:
+@holds_for(
+    lambda rewards: groups(rewards).flatmap(
+        lambda group: st.tuples(st.just(group), st.permutations(range(len(group[0]))))
+    )
+)
+def order_does_not_matter(f: Advantage, example: tuple[Group, list[int]]) -> None:
     """Permuting the group permutes the advantages."""
-
-    def holds(example: tuple[Group, list[int]]) -> None:
-        (reward, valid), order = example
-        assert_same(f(reward[order], valid[order]), f(reward, valid)[order], "permuted", tolerance=1e-9)
-
-    permuted = groups(rewards).flatmap(lambda g: st.tuples(st.just(g), st.permutations(range(len(g[0])))))
-    for_all(permuted, holds)
+    (reward, valid), order = example
+    assert_same(f(reward[order], valid[order]), f(reward, valid)[order], "permuted", tolerance=1e-9)
 
 
-def groups_do_not_leak(f: Advantage, rewards: Rewards) -> None:
+@holds_for(
+    lambda rewards: st.integers(1, 6).flatmap(
+        lambda g: st.lists(groups(rewards, least=g, most=g), min_size=1, max_size=5)
+    )
+)
+def groups_do_not_leak(f: Advantage, drawn: list[Group]) -> None:
     """vmapped over groups, as a step calls it, it gives each group what it gets alone."""
-
-    def holds(drawn: list[Group]) -> None:
-        together = vmap(f)(*(torch.stack(x) for x in zip(*drawn, strict=True)))
-        alone = torch.stack([f(*group) for group in drawn])
-        assert_same(together, alone, "vmapped over groups", tolerance=1e-12)
-
-    sized = st.integers(1, 6).flatmap(lambda g: st.lists(groups(rewards, least=g, most=g), min_size=1, max_size=5))
-    for_all(sized, holds)
+    together = vmap(f)(*(torch.stack(x) for x in zip(*drawn, strict=True)))
+    alone = torch.stack([f(*group) for group in drawn])
+    assert_same(together, alone, "vmapped over groups", tolerance=1e-12)
 
 
-def advantages_are_bounded(f: Advantage, rewards: Rewards) -> None:
+@holds_for(groups)
+def advantages_are_bounded(f: Advantage, group: Group) -> None:
     """|A| <= G times the larger of 1 and the range of the valid rewards: no sample drives the step by itself.
 
     A std that can be next to nothing while one reward stands out breaks this.
     """
-
-    def holds(group: Group) -> None:
-        reward, valid = group
-        adv, scored = f(reward, valid), reward[valid]
-        most = len(scored) * max(1.0, float(scored.max() - scored.min())) if len(scored) else 0.0
-        check_claim(bool((adv.abs() <= most * (1 + 1e-9)).all()), f"got {adv}, expected at most {most:g} either way")
-
-    for_all(groups(rewards), holds)
+    reward, valid = group
+    adv, scored = f(reward, valid), reward[valid]
+    most = len(scored) * max(1.0, float(scored.max() - scored.min())) if len(scored) else 0.0
+    check_claim(bool((adv.abs() <= most * (1 + 1e-9)).all()), f"got {adv}, expected at most {most:g} either way")
 
 
 INVARIANTS = (

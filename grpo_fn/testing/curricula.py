@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_fn.algo.curricula import Curriculum, check_arms, check_arrays
 from grpo_fn.core import prng
 from grpo_fn.core.types import Arrays
-from grpo_fn.testing.harness import check_claim, for_all
+from grpo_fn.testing.harness import check_claim, holds_for
 
 Arms = SearchStrategy[int]
 
@@ -44,67 +44,62 @@ def check_curriculum(curriculum: Curriculum, *, arms: Arms | None = None) -> Non
         invariant(curriculum, st.integers(1, 12) if arms is None else arms)
 
 
-def chosen_arms_exist(curriculum: Curriculum, arms: Arms) -> None:
+def curriculum_cases(arms: Arms) -> SearchStrategy[CurriculumCase]:
+    """Some steps of runs."""
+    rates = st.lists(st.sampled_from([0.0, 0.125, 0.5, 0.875, 1.0]), min_size=1, max_size=6)
+    steps = st.lists(rates, min_size=1, max_size=5)
+    return st.builds(CurriculumCase, arms, st.integers(0, 2**31), st.integers(1, 9), steps)
+
+
+@holds_for(curriculum_cases)
+def chosen_arms_exist(curriculum: Curriculum, case: CurriculumCase) -> None:
     """Each step gets as many arms as it asks for, and the state stays arrays of the same names, shapes and dtypes."""
-
-    def holds(case: CurriculumCase) -> None:
-        state = start_of(curriculum, case)
-        for step, rates in enumerate(case.rates):
-            chosen = curriculum.select(state, step_key(case, step), case.count)
-            check_arms(chosen, case.count, case.arms)
-            after = curriculum.update(state, *dealt_rates(chosen, rates))
-            check_arrays(after, state, "update")
-            check_claim(all(bool(x.isfinite().all()) for x in after.values()), f"got {after}, expected finite arrays")
-            state = after
-
-    for_all(curriculum_cases(arms), holds)
+    state = start_of(curriculum, case)
+    for step, rates in enumerate(case.rates):
+        chosen = curriculum.select(state, step_key(case, step), case.count)
+        check_arms(chosen, case.count, case.arms)
+        after = curriculum.update(state, *dealt_rates(chosen, rates))
+        check_arrays(after, state, "update")
+        check_claim(all(bool(x.isfinite().all()) for x in after.values()), f"got {after}, expected finite arrays")
+        state = after
 
 
-def nothing_but_the_arguments_counts(curriculum: Curriculum, arms: Arms) -> None:
+@holds_for(curriculum_cases)
+def nothing_but_the_arguments_counts(curriculum: Curriculum, case: CurriculumCase) -> None:
     """The same call gives the same again, whatever torch's global generator is at, and changes no argument."""
-
-    def holds(case: CurriculumCase) -> None:
-        seen = []
-        for seed in (1, 2):
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                state = start_of(curriculum, case)
-                before = stored_again(state)
-                chosen = curriculum.select(state, step_key(case, 0), case.count)
-                after = curriculum.update(state, *dealt_rates(chosen, case.rates[0]))
-            same_arrays(state, before, "the state, which select and update must leave as it is")
-            seen.append({**after, "chosen": chosen})
-        same_arrays(seen[1], seen[0], "the second call")
-
-    for_all(curriculum_cases(arms), holds)
+    seen = []
+    for seed in (1, 2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            state = start_of(curriculum, case)
+            before = stored_again(state)
+            chosen = curriculum.select(state, step_key(case, 0), case.count)
+            after = curriculum.update(state, *dealt_rates(chosen, case.rates[0]))
+        same_arrays(state, before, "the state, which select and update must leave as it is")
+        seen.append({**after, "chosen": chosen})
+    same_arrays(seen[1], seen[0], "the second call")
 
 
-def a_stored_state_goes_on_alike(curriculum: Curriculum, arms: Arms) -> None:
+@holds_for(curriculum_cases)
+def a_stored_state_goes_on_alike(curriculum: Curriculum, case: CurriculumCase) -> None:
     """A run that goes on from a checkpoint chooses what it would have chosen."""
-
-    def holds(case: CurriculumCase) -> None:
-        state = start_of(curriculum, case)
-        for step, rates in enumerate(case.rates):
-            again = stored_again(state)
-            chosen = curriculum.select(state, step_key(case, step), case.count)
-            restored = curriculum.select(again, step_key(case, step), case.count)
-            same_arrays({"chosen": restored}, {"chosen": chosen}, "from the stored state")
-            state = curriculum.update(state, *dealt_rates(chosen, rates))
-            same_arrays(curriculum.update(again, *dealt_rates(chosen, rates)), state, "from the stored state")
-
-    for_all(curriculum_cases(arms), holds)
+    state = start_of(curriculum, case)
+    for step, rates in enumerate(case.rates):
+        again = stored_again(state)
+        chosen = curriculum.select(state, step_key(case, step), case.count)
+        restored = curriculum.select(again, step_key(case, step), case.count)
+        same_arrays({"chosen": restored}, {"chosen": chosen}, "from the stored state")
+        state = curriculum.update(state, *dealt_rates(chosen, rates))
+        same_arrays(curriculum.update(again, *dealt_rates(chosen, rates)), state, "from the stored state")
 
 
-def a_step_without_verdicts_is_borne(curriculum: Curriculum, arms: Arms) -> None:
+@holds_for(curriculum_cases)
+def a_step_without_verdicts_is_borne(curriculum: Curriculum, case: CurriculumCase) -> None:
     """Where nothing could be scored, update gets empty tensors, and the next step can be chosen all the same."""
-
-    def holds(case: CurriculumCase) -> None:
-        state = start_of(curriculum, case)
-        after = curriculum.update(state, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
-        check_arrays(after, state, "update without verdicts")
-        check_arms(curriculum.select(after, step_key(case, 0), case.count), case.count, case.arms)
-
-    for_all(curriculum_cases(arms), holds)
+    state = start_of(curriculum, case)
+    after = curriculum.update(state, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
+    check_arrays(after, state, "update without verdicts")
+    check_arms(curriculum.select(after, step_key(case, 0), case.count), case.count, case.arms)
 
 
 INVARIANTS = (
@@ -113,13 +108,6 @@ INVARIANTS = (
     a_stored_state_goes_on_alike,
     a_step_without_verdicts_is_borne,
 )
-
-
-def curriculum_cases(arms: Arms) -> SearchStrategy[CurriculumCase]:
-    """Some steps of runs."""
-    rates = st.lists(st.sampled_from([0.0, 0.125, 0.5, 0.875, 1.0]), min_size=1, max_size=6)
-    steps = st.lists(rates, min_size=1, max_size=5)
-    return st.builds(CurriculumCase, arms, st.integers(0, 2**31), st.integers(1, 9), steps)
 
 
 def start_of(curriculum: Curriculum, case: CurriculumCase) -> Arrays:

@@ -1,7 +1,7 @@
 """How an invariant is put to the proof: examples drawn by hypothesis, and claims that say what was got and expected."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -35,6 +35,24 @@ def for_all(examples: SearchStrategy[Any], holds: Callable[[Any], None], *, phas
         first = failure.exceptions[0]
         first.add_note(failure.message)
         raise first from None
+
+
+def holds_for(
+    examples: SearchStrategy[Any] | Callable[..., SearchStrategy[Any]],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make of `holds(f, example)` the check that it holds for all examples of a function f.
+
+    The check takes f and whatever makes a strategy of `examples`, if that is a function.
+    """
+
+    def decorate(holds: Callable[..., None]) -> Callable[..., None]:
+        @wraps(holds)
+        def check(f: Any, *arguments: Any) -> None:
+            for_all(examples(*arguments) if callable(examples) else examples, partial(holds, f))
+
+        return check
+
+    return decorate
 
 
 def name_of(holds: Callable[[Any], None]) -> str:

@@ -43,7 +43,6 @@ from grpo_fn.shell.sampler.interface import (
     SamplerContext,
     SamplerOptions,
     TokenSampler,
-    TrainingSampler,
     positions,
     spread_score,
 )
@@ -100,7 +99,7 @@ class TrainingRun:
     world: World
     policy: FSDPPolicy
     start_model: ReferenceModel | None  # the frozen start model, where a copy is kept
-    sampler: TrainingSampler
+    sampler: DataParallelSampler
     engine: EngineSampler  # of the sampler, for evaluations
     tokenizer: PreTrainedTokenizerBase
     algo: Algorithm | Stage
@@ -272,7 +271,7 @@ def trained_policy(settings: Settings, checked: ValidatedPlan, loaded: LoadedMod
 
 def training_sampler(
     settings: Settings, checked: ValidatedPlan, engine: EngineSampler, task: Task, key: Tensor, world: World
-) -> TrainingSampler:
+) -> DataParallelSampler:
     """The engine as a step samples from it: probed, shared among the ranks, ahead by `max_staleness` steps."""
     probe = settings.sampling.probe and partial(
         settings.sampling.probe,

@@ -223,7 +223,7 @@ def chosen_kernels(run: TrainingRun) -> dict[str, str]:
     if device.type != "cuda":
         return {}
     blocks = function_and_knobs(run.settings.parallelism.compile)[0].__name__
-    sampler = getattr(run.sampler, "sampler", None)  # a replay of stored tokens has none
+    sampler = run.sampler.sampler  # None where a replay learns from stored tokens
     engine = sampler.shared.engine if isinstance(sampler, LocalSampler) else None
     decoding = {} if engine is None else engine.choices()
     compute = run.settings.compute
@@ -241,7 +241,7 @@ def settle_kernels(run: TrainingRun, step: int) -> list[str]:
     """
     if run.world.device.type != "cuda":
         return []
-    sampler = getattr(run.sampler, "sampler", None)
+    sampler = run.sampler.sampler
     if isinstance(sampler, LocalSampler):
         run.world.together(sampler.prepare, what="choosing how rows are decoded")
     check_same_kernels(run, f"before step {step}")

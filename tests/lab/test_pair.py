@@ -144,6 +144,16 @@ def test_a_metric_that_no_pair_has_and_a_folder_without_pairs_are_named(out, cap
     assert "pair.json" in capsys.readouterr().err
 
 
+def test_a_folder_of_an_older_version_is_one_line_that_says_what_to_do(out, capsys) -> None:
+    spec = json.loads((out / tool.SPEC).read_text())
+    (out / tool.SPEC).write_text(json.dumps({**spec, "start": None, "starts": {}}))
+    assert tool.main(["--report", "--out", str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(out / tool.SPEC) in line
+    assert "'start'" in line
+    assert "take another --out" in line
+
+
 def test_the_steps_of_a_table_are_few_and_have_both_ends() -> None:
     assert tool.spread_steps({3, 1, 2}) == [1, 2, 3]
     found = tool.spread_steps({*range(0, 500, 5)})

@@ -88,6 +88,8 @@ def test_draws_stay_within_their_bounds(low, times, seed) -> None:
         (["--grid", "SEED"], "got 'SEED', expected NAME=..."),
         (["--grid", "SEED=1,,2"], "got an empty value of SEED"),
         (["--grid", "SEED=1", "--random", "SEED=integer(0,5)"], "expected each name once in --grid and --random"),
+        (["--grid", "SEED=0,1", "--trials", "3"], "--trials: got 3 without --random"),
+        (["--random", "SEED=integer(0,5)", "--trials", "0"], "--trials: got 0, expected above 0"),
         (["--random", "SEED=normal(0,1)"], "--random: got 'normal(0,1)', expected uniform"),
         (["--random", "SEED=loguniform(0,1)"], "--random: got 'loguniform(0,1)'"),
         (["--grid", "SEED=1", "--grid", "optimizer.adamw.learning=1"], "expected one of"),
@@ -105,6 +107,14 @@ def test_a_dry_run_names_the_trials_and_makes_nothing(tmp_path, capsys) -> None:
     assert tool.main(argv(tmp_path, tmp_path / "out", "--grid", "SEED=0,1", "--dry_run")) == 0
     assert "2 trials, 1 at a time" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_another_version_is_one_line_that_says_what_to_do(tmp_path, capsys) -> None:
+    (tmp_path / tool.SPEC).write_text('{"gin_files": [], "gin_params": [], "trials": [{"title": "a"}]}')
+    assert tool.main(["--report", "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / tool.SPEC) in line
+    assert "take another --out" in line
 
 
 # What is made of the results ------------------------------------------------------------------------------------------

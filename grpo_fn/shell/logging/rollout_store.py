@@ -86,8 +86,8 @@ def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> Groups:
 
 
 def rollout_steps(root: Path) -> list[int]:
-    """The steps that have a file, ascending."""
-    return sorted(int(m[1]) for p in root.iterdir() if (m := re.fullmatch(r"step_(\d{6,})\.jsonl\.gz", p.name)))
+    """The steps that have a file, ascending; none without the folder."""
+    return sorted(int(m[1]) for p in root.glob("step_*") if (m := re.fullmatch(r"step_(\d{6,})\.jsonl\.gz", p.name)))
 
 
 def rollout_rows(
@@ -148,8 +148,8 @@ def write_evaluation_rows(path: Path, rows: Rows) -> None:
 
 
 def evaluation_steps(root: Path) -> list[int]:
-    """The steps that have a file, ascending."""
-    return sorted(int(m[1]) for p in root.iterdir() if (m := re.fullmatch(r"step_(0|[1-9]\d*)\.jsonl", p.name)))
+    """The steps that have a file, ascending; none without the folder."""
+    return sorted(int(m[1]) for p in root.glob("step_*") if (m := re.fullmatch(r"step_(0|[1-9]\d*)\.jsonl", p.name)))
 
 
 def _plain(value: Any) -> Any:

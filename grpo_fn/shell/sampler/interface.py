@@ -118,23 +118,6 @@ class EngineSampler(Sampler, Protocol):
 SamplerFactory = Callable[[SamplerContext, SamplerOptions], EngineSampler]
 
 
-@runtime_checkable
-class TrainingSampler(Sampler, Protocol):
-    """The sampler of a run, on all ranks, with what the loop needs to save, log and go on."""
-
-    max_staleness: int  # batches sampled ahead
-
-    def drain(self) -> list[dict[str, Any]]:
-        """All batches sampled ahead, for a checkpoint."""
-
-    def refill(self, drained: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def figures(self) -> dict[str, float]: ...
-
-    def messages(self) -> list[str]:
-        """Lines for the log since the last call."""
-
-
 def positions(config: PretrainedConfig) -> int | None:
     """How many tokens a row may have at most; None where the model sets no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
