@@ -24,7 +24,7 @@ from grpo_fn.config import freeze, load_config
 from grpo_fn.config.parse import GIN_FOLDER
 from grpo_fn.core import prng
 from grpo_fn.core.batch import by_group, count
-from grpo_fn.core.types import Batch, Gains, Groups, Rollout, Scores, Totals
+from grpo_fn.core.types import Batch, Groups, Rollout, Scores, Totals
 from grpo_fn.lab import token_page
 from grpo_fn.lab.html_page import colored_tokens, html_page, html_section, html_table, matrix
 from grpo_fn.shell.logging import rollout_store
@@ -51,31 +51,24 @@ class View(NamedTuple):
 
 
 def view(
-    algo: Algorithm,
-    groups: Groups,
-    logp_old: Float[Tensor, "B T"],
-    logp_ref: Float[Tensor, "B T"],
-    logp_teacher: Float[Tensor, "B T"],
-    energy: Float[Tensor, "B T"] | None,
-    gains: Gains,
-    key: Tensor,
-    *,
-    steps: int,
+    algo: Algorithm, groups: Groups, passes: Mapping[str, Float[Tensor, "B T"] | None], key: Tensor, *, steps: int
 ) -> View:
-    """The algorithm's opinion of a scored rollout, as `grpo_step` forms it with one minibatch after `steps` others."""
-    rows = {"logp_old": logp_old, "logp_ref": logp_ref, "logp_teacher": logp_teacher, "energy": energy}
-    scored = ScoredStep(groups, {}, algo.needs, gains, steps, results=rows)
+    """The algorithm's opinion of a scored rollout, as `grpo_step` forms it with one minibatch after `steps` others.
+
+    `passes` are the log-probs and energies of the rows by the names of `credit.PASSES`.
+    """
+    scored = ScoredStep(groups, {}, algo.needs, UNMOVED, steps, results=dict(passes))
     batch = learning_rows(scored, token_advantages(scored, algo.credit), algo, own_pass=False, key=key)
     return View(algo.objective, batch, count(batch))
 
 
-def signals(scores: Scores, views: Mapping[str, View], gains: Gains) -> Float[Tensor, "K B T"]:
+def signals(scores: Scores, views: Mapping[str, View]) -> Float[Tensor, "K B T"]:
     """d objective_k / d logp of every view k, in one vmapped call: the k-th is the gradient of the k-th unit mixture.
 
     f(w) = sum_k w_k objective_k,   signal_k = grad_logp f(e_k)
     """
     losses = [
-        partial(objective_value, v.objective, batch=v.batch, totals=v.totals, gains=gains) for v in views.values()
+        partial(objective_value, v.objective, batch=v.batch, totals=v.totals, gains=UNMOVED) for v in views.values()
     ]
 
     def mixture(scores: Scores, w: Tensor) -> Tensor:
@@ -147,17 +140,16 @@ def view_step(run: Path, step: int, *, policy: str, on_policy: bool, reference: 
     oracle = FunctionalPolicy(model, temperature=temperature)
     scores = Scores(logp_old, torch.zeros_like(logp_old)) if on_policy else token_scores(oracle, groups.rollout)
     (energy,) = in_parts(groups.rollout, lambda tokens, mask: (oracle.energy(tokens, mask),))
-    logp_ref = logp_old
+    passes = {"logp_old": logp_old, "logp_ref": logp_old, "logp_teacher": logp_old, "energy": energy}
     if reference is not None:
-        logp_ref = token_scores(
-            FunctionalPolicy(load_policy(reference)[0], temperature=temperature), groups.rollout
-        ).logp
+        frozen = FunctionalPolicy(load_policy(reference)[0], temperature=temperature)
+        passes["logp_ref"] = token_scores(frozen, groups.rollout).logp
     key = prng.fold_in(prng.key(seed, device="cpu"), SAMPLING)
     views = {
-        name: view(algo, groups, logp_old, logp_ref, logp_old, energy, UNMOVED, key, steps=step - 1)
+        name: view(algo, groups, passes, key, steps=step - 1)
         for name, algo in {OWN: own_algorithm, **algorithms}.items()
     }
-    signal, own = signals(scores, views, UNMOVED), views[OWN]
+    signal, own = signals(scores, views), views[OWN]
     weights = "" if on_policy else policy
     return StepViews(groups, scores, own, own_algorithm.minibatches, [*views], signal, tokenizer, refused, weights)
 

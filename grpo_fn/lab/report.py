@@ -155,17 +155,15 @@ def finite_points(run: ReportedRun, metric: str) -> list[tuple[float, float]]:
 
 def summary_section(runs: Sequence[ReportedRun]) -> str:
     """A row for each run: how far it is and its results."""
-    head = ["run", "state", "steps", "ranks", "seed", "held-out before", "after", "95 %", "best", "problems"]
-    head += ["reward, first steps", "last steps", "hours"]
-    rows = [[escape_text(run.name), *map(escape_text, summary_cells(run))] for run in runs]
+    rows = [{"run": run.name, **summary_cells(run)} for run in runs]
     note = (
         "Accuracy is that of greedy answers to held-out problems, before training and at the newest evaluation, with "
         "its 95 % interval. The rewards are means over the first and the last tenth of the steps. Hours are of work."
     )
-    return html_section("Summary", note, html_table(head, rows))
+    return html_section("Summary", note, html_table([*rows[0]], [[*map(escape_text, row.values())] for row in rows]))
 
 
-def summary_cells(run: ReportedRun) -> list[str]:
+def summary_cells(run: ReportedRun) -> dict[str, str]:
     """The figures of a run, as text; a dash for what is not known (yet)."""
     accuracies = finite_points(run, "eval/accuracy")
     ends = [finite_points(run, f"eval/accuracy_{end}")[-1:] for end in ("low", "high")]
@@ -175,22 +173,21 @@ def summary_cells(run: ReportedRun) -> list[str]:
     ended = run.summary if run.summary is not None and run.summary.get("steps") == done else None
     state = "running" if run.running else "finished" if ended else f"stopped after step {done}"
     work = ended["wall_seconds"] if ended else math.fsum(value for _, value in finite_points(run, "time/total"))
-    return [
-        state,
-        f"{done} of {run.knobs.get('train.train.steps', '?')}",
-        str(ended["ranks"]) if ended and "ranks" in ended else "-",
-        str(run.knobs.get("train.train.seed", "-")),
-        digits_or_dash(accuracies[:1], 3),
-        digits_or_dash(accuracies[-1:] if len(accuracies) > 1 else [], 3),
-        f"{ends[0][0][1]:.3f} to {ends[1][0][1]:.3f}" if all(ends) else "-",
-        f"{max(y for _, y in accuracies):.3f} at step {max(accuracies, key=lambda p: p[1])[0]:.0f}"
-        if accuracies
-        else "-",
-        digits_or_dash(problems, 0),
-        f"{math.fsum(y for _, y in rewards[:tenth]) / tenth:.3f}" if rewards else "-",
-        f"{math.fsum(y for _, y in rewards[-tenth:]) / tenth:.3f}" if rewards else "-",
-        f"{work / 3600:.2f}",
-    ]
+    best = max(accuracies, key=lambda point: point[1], default=None)
+    return {
+        "state": state,
+        "steps": f"{done} of {run.knobs.get('train.train.steps', '?')}",
+        "ranks": str(ended["ranks"]) if ended and "ranks" in ended else "-",
+        "seed": str(run.knobs.get("train.train.seed", "-")),
+        "held-out before": digits_or_dash(accuracies[:1], 3),
+        "after": digits_or_dash(accuracies[-1:] if len(accuracies) > 1 else [], 3),
+        "95 %": f"{ends[0][0][1]:.3f} to {ends[1][0][1]:.3f}" if all(ends) else "-",
+        "best": f"{best[1]:.3f} at step {best[0]:.0f}" if best else "-",
+        "problems": digits_or_dash(problems, 0),
+        "reward, first steps": f"{math.fsum(y for _, y in rewards[:tenth]) / tenth:.3f}" if rewards else "-",
+        "last steps": f"{math.fsum(y for _, y in rewards[-tenth:]) / tenth:.3f}" if rewards else "-",
+        "hours": f"{work / 3600:.2f}",
+    }
 
 
 def digits_or_dash(points: Sequence[tuple[float, float]], digits: int) -> str:

@@ -236,11 +236,6 @@ def sums(experience: Experience, dlogp: Float[Tensor, "B T"], seen: Mapping[str,
     )
 
 
-def signal_size(signal: float) -> float:
-    """|signal|, infinite where it is no number."""
-    return math.inf if math.isnan(signal) else abs(signal)
-
-
 # -- the page
 
 
@@ -302,7 +297,8 @@ def article(row: ReportRow, sums: Sums, longest: float) -> dict[str, Any]:
     """One sample, as the template shows it; `longest` is the largest sum of |dlogp| over a row that is shown."""
     signals = [token.signal for token in row.tokens if token.signal is not None]
     strongest = max((x for x in map(abs, signals) if math.isfinite(x)), default=0.0)
-    first = max(range(len(row.tokens)), key=lambda i: signal_size(row.tokens[i].signal or 0.0), default=None)
+    sizes = [abs(token.signal or 0.0) for token in row.tokens]
+    first = max(range(len(sizes)), key=lambda i: math.inf if math.isnan(sizes[i]) else sizes[i], default=None)
     up, down = math.fsum(-x for x in signals if -math.inf < x < 0), math.fsum(x for x in signals if 0 < x < math.inf)
     means = [
         f"{title} {figure(sum(there) / len(there))}"

@@ -81,7 +81,8 @@ def step_of(algo: Algorithm):
 
 def view(algo: Algorithm, experience) -> presets.View:
     old, ref = experience.batch.logp_old, experience.batch.logp_ref
-    return presets.view(algo, experience.groups, old, ref, old, None, UNMOVED, KEY, steps=0)
+    passes = {"logp_old": old, "logp_ref": ref, "logp_teacher": old, "energy": None}
+    return presets.view(algo, experience.groups, passes, KEY, steps=0)
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
@@ -89,7 +90,7 @@ def test_a_view_is_the_signal_that_a_step_sends_back(name):
     policy, experience = step_of(ALGORITHMS[name])
     shown = view(ALGORITHMS[name], experience)
     scores = table_scores(TABLE.double(), shown.batch.tokens, experience.groups.rollout.mask)
-    (signal,) = presets.signals(scores, {name: shown}, UNMOVED)
+    (signal,) = presets.signals(scores, {name: shown})
     sent, micro = policy.signals[0].logp, policy.seen[0]
     width = micro.tokens.shape[1]
 
@@ -108,7 +109,7 @@ def test_one_vmapped_call_is_a_gradient_for_each_view():
     old = experience.batch.logp_old
     drift = 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
     scores = Scores(torch.where(experience.groups.rollout.mask, old + drift, 0.0), torch.zeros_like(old))
-    got = presets.signals(scores, views, UNMOVED)
+    got = presets.signals(scores, views)
     for signal, shown in zip(got, views.values(), strict=True):
         loss = partial(shown.objective, batch=shown.batch, totals=shown.totals, gains=UNMOVED)
         torch.testing.assert_close(signal, grad(lambda s, loss=loss: loss(s)[0])(scores).logp)
