@@ -343,7 +343,7 @@ def pair_tables(results: PairResults) -> list[tuple[str, list[dict[str, str]]]]:
     tables = []
     for metric in dict.fromkeys(row.metric for row in results.rows):
         paired = {(row.arm, row.step): row.paired for row in results.rows if row.metric == metric}
-        last = dict(paired)  # arm -> its last step: the steps ascend
+        last = dict(paired.keys())  # arm -> its last step: the steps ascend
         ends = [{"arm": arm, "step": str(step), **paired_cells(paired[arm, step])} for arm, step in last.items()]
         tables.append((f"{metric} at the last step", ends))
         if len({step for _, step in paired}) > 1:
