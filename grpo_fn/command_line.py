@@ -61,11 +61,7 @@ def add_version_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def launcher_command(ranks: int) -> str:
-    """The start of a command on so many ranks: `python`, or `torchrun` with this launch's hosts and processes.
-
-    Args:
-        ranks: processes of the run, over all hosts.
-    """
+    """The start of a command on so many ranks of all hosts: `python`, or `torchrun` with this launch's."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     hosts = f"--nnodes {ranks // here} " if ranks > here else ""
     return "python" if ranks == 1 else f"torchrun {hosts}--nproc-per-node {here}"
@@ -84,11 +80,7 @@ def free_folder(first: Path) -> Path:
 
 
 def first_on_host(text: str) -> bool:
-    """Whether no other rank of this host has printed this in this attempt; True outside of tools/launch/agent.py.
-
-    Args:
-        text: of an error.
-    """
+    """Whether no other rank of this host has printed this error in this attempt; True outside of tools/launch."""
     folder = os.environ.get(ERRORS)
     if folder is None:
         return True

@@ -63,22 +63,18 @@ def default_run_dir(gin_file: str, now: datetime, launch: str | None) -> Path:
     return free_folder(Path("runs") / f"{name}-{format(now, '%Y%m%d-%H%M%S')}")
 
 
-def refused_flags(args: argparse.Namespace) -> str | None:
-    """Why these flags do not go together, in one line; None where they do."""
-    if args.ranks < 1 or args.hosts < 1 or args.ranks % args.hosts:
-        return f"got --ranks {args.ranks} --hosts {args.hosts}, expected as many ranks on every host, at least one"
-    if args.ranks > 1 and not args.dry_run:
-        return (
-            f"got --ranks {args.ranks}, expected --dry_run with it; "
-            "to train on several devices: torchrun --nproc-per-node N -m grpo_fn.run"
-        )
-    return None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, check, launch; returns the exit code. Bad input is 2 and one message; anything else keeps its traceback."""
     args = flags().parse_args(argv)
-    if (refusal := refused_flags(args)) is not None:
+    refusal = ""
+    if args.ranks < 1 or args.hosts < 1 or args.ranks % args.hosts:
+        refusal = f"got --ranks {args.ranks} --hosts {args.hosts}, expected as many ranks on every host, at least one"
+    elif args.ranks > 1 and not args.dry_run:
+        refusal = (
+            f"got --ranks {args.ranks}, expected --dry_run with it; "
+            "to train on several devices: torchrun --nproc-per-node N -m grpo_fn.run"
+        )
+    if refusal:
         flags().exit(EXIT_BAD_INPUT, f"error: {refusal}\n")
     launch = os.environ.get("TORCHELASTIC_RUN_ID")
     args.run_dir = args.run_dir or default_run_dir(args.gin_file[0], datetime.now(), launch)

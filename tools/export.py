@@ -38,14 +38,16 @@ def export(args: argparse.Namespace) -> int:
     """Write the folder. Raises ValueError or OSError for bad input."""
     from transformers.utils.logging import disable_progress_bar
 
-    from grpo_fn.trainer.model_source import export_adapter, export_whole, find_run_checkpoint
+    from grpo_fn.trainer.model_source import export_adapter, export_whole, locate, run_of
 
     disable_progress_bar()
-    found = find_run_checkpoint(args.source)
+    if run_of(args.source) is None:
+        raise ValueError(f"got {args.source}, expected a run folder or a checkpoint in one")
+    located = locate(args.source, warn=partial(print, file=sys.stderr), exported=False)
     if args.out.exists():
         raise ValueError(f"got {args.out}, which exists; expected a free name")
-    (export_adapter if args.adapter else export_whole)(found, args.out)
-    print(f"{found.path} written to {args.out}")
+    (export_adapter if args.adapter else export_whole)(located, args.out)
+    print(f"{located.path} written to {args.out}")
     return 0
 
 

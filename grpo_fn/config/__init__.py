@@ -62,7 +62,7 @@ def load_config(
 ) -> Config:
     """Read gin files, then `NAME=VALUE` parameters on top, and check everything that the root would receive.
 
-    The root's module, and any class below it, may declare `SUPPLIED = {knob: names}`: keyword-only parameters of that
+    The root, and any class below it, may have an attribute `SUPPLIED = {knob: names}`: keyword-only parameters of that
     knob's function which the program passes itself. The root's module may declare `CHANGEABLE = (knob, ...)`, which the
     fingerprint does not count, and `MACROS = {name: knob}`: a macro that is bound nowhere has the value of that knob,
     so that a file laid over others need not know whether they use one. A `taker` is another function that takes some of
@@ -71,15 +71,13 @@ def load_config(
     Raises ValueError, listing all that is missing or wrong at once, or FileNotFoundError.
     """
     bindings = parse_gin(gin_files, gin_params)
-    module, target = import_function(root)  # after reading: a typing error must not wait for torch
+    module, target = import_function(root)
     fill_macros(bindings, getattr(module, "MACROS", {}))
     knobs_taken = knobs_of(target if taker is None else import_function(taker)[1])
     assert set(knobs_taken) <= set(knobs_of(target)), f"{taker} takes {knobs_taken}, some of which {root} does not have"
-    node = resolve(bindings, target, getattr(module, "SUPPLIED", {}), knobs_taken)
+    node = resolve(bindings, target, knobs_taken)
     placed = with_absolute_paths(bindings)
-    nodes = (
-        [node, resolve(placed, target, getattr(module, "SUPPLIED", {}), knobs_taken)] if placed != bindings else [node]
-    )
+    nodes = [node] if placed == bindings else [node, resolve(placed, target, knobs_taken)]
     changeable = getattr(module, "CHANGEABLE", ())  # knobs that may differ when a run resumes
     counted = [
         replace(each, knobs={k: value for k, value in each.knobs.items() if k not in changeable}) for each in nodes

@@ -3,7 +3,6 @@
 gin-config is pinned, so its tables `_CONFIG` and `_REGISTRY` are read directly.
 """
 
-import ast
 import os.path
 import re
 import sys
@@ -161,8 +160,6 @@ def scan_imports(file: str, chain: tuple[Path, ...], bindings: Bindings, imports
                         bindings.bound_at["/".join(filter(None, [parsed.scope, parsed.selector]))] = at
                     case BindingStatement() | BlockDeclaration():
                         listener.functions.append(parsed.selector)
-                        if isinstance(parsed, BindingStatement) and not path.is_relative_to(GIN_FOLDER):
-                            check_spelling(parsed.selector, parsed.arg_name, at, imports)
                 check_functions(listener.functions, at, dynamic)
                 listener.functions.clear()
         except (SyntaxError, tokenize.TokenError) as error:
@@ -178,31 +175,6 @@ def check_functions(selectors: Sequence[str], at: str, dynamic: bool) -> None:
             raise ValueError(
                 f"{at}: got {selector}, expected module.function (and module.function.knob to bind a knob)"
             )
-
-
-def check_spelling(selector: str, knob: str, at: str, imports: Sequence[ImportStatement]) -> None:
-    """Raise ValueError for a knob that is nearly one in the source of grpo_fn, before torch is imported."""
-    root, _, name = selector.partition(".")
-    modules = {line.module for line in imports if line.bound_name() == root and line.module.startswith("grpo_fn.")}
-    for path in (PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py") for module in modules):
-        body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
-        for node in (node for node in body if getattr(node, "name", None) == name):
-            names = source_knobs(node)
-            if names and knob not in names and (hint := suggest_name(knob, names)):
-                raise ValueError(
-                    f"{at}: {selector}: got a binding for {knob}, expected one of {comma_list(names)}{hint}"
-                )
-
-
-def source_knobs(node: ast.stmt) -> list[str]:
-    """All parameters of a function, or fields of a dataclass, by their source; none where it takes any."""
-    match node:
-        case ast.FunctionDef(args=arguments) if arguments.kwarg is None:
-            return [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
-        case ast.ClassDef(bases=[]):
-            fields = [field.target.id for field in node.body if isinstance(field, ast.AnnAssign)]
-            return [name for name in fields if not name.isupper()]
-    return []
 
 
 def find(file: str, chain: tuple[Path, ...]) -> Path:
@@ -245,9 +217,7 @@ def param_statement(param: str, bindings: Bindings, imports: list[ImportStatemen
             raise ValueError(f"{flag}: got {value!r}, expected a gin value: {hint}") from error
         value = repr(value)
     if "." in name:
-        selector, _, knob = name.rpartition("/")[2].rpartition(".")
-        listener.functions.append(selector)
-        check_spelling(selector, knob, flag, imports)
+        listener.functions.append(name.rpartition("/")[2].rpartition(".")[0])
     else:
         bindings.bound_at[name] = flag
         bindings.from_params.add(name)

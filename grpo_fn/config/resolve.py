@@ -116,17 +116,14 @@ def complain(problems: Sequence[str]) -> None:
 # -- references and macros to functions with knobs
 
 
-Supplied = Mapping[str, Collection[str]]
-
-
-def resolve(bindings: Bindings, root: Callable[..., Any], supplied: Supplied, expected: Collection[str]) -> Node:
+def resolve(bindings: Bindings, root: Callable[..., Any], expected: Collection[str]) -> Node:
     """The root with all knobs of `expected` that it would receive. Raises ValueError with all that is missing or wrong.
 
     Knobs bound in a file for a function that the root never reaches are no error: an include may set the knobs of a
     function which a later include replaces. Those bound on the command line are, where all of the root is resolved.
     """
     complain(list(unused_macros(bindings)))
-    resolver = Resolver(bindings, supplied, expected)
+    resolver = Resolver(bindings, expected)
     node = resolver.node(Reference(root, (), False), (), (), ())
     complain(resolver.problems)
     if set(knobs_of(root)) <= set(expected):
@@ -183,8 +180,8 @@ def fill_macros(bindings: Bindings, standing_for: Mapping[str, str]) -> None:
 class Resolver:
     """Walks from the root and collects what is wrong, so that all of it is reported at once; `...` stands for it."""
 
-    def __init__(self, bindings: Bindings, supplied: Supplied, expected: Collection[str]) -> None:
-        self.bindings, self.supplied, self.expected = bindings, supplied, expected  # the last two are the root's
+    def __init__(self, bindings: Bindings, expected: Collection[str]) -> None:
+        self.bindings, self.expected = bindings, expected  # of the root
         self.problems: list[str] = []
         self.reached: set[tuple[str, Callable[..., Any]]] = set()  # scopes and functions whose knobs are looked up
 
@@ -223,7 +220,7 @@ class Resolver:
         left = () if trail else parameters.keys() - self.expected
         bound = {knob: value for knob, value in bound.items() if knob not in left}
         self.problems += [*missing(ref, label, bound, {*supplied, *left}), *not_taken(ref, label, supplied, trail)]
-        by_knob = getattr(ref.target, "SUPPLIED", {}) if trail else self.supplied
+        by_knob: Mapping[str, Collection[str]] = getattr(ref.target, "SUPPLIED", {})
         knobs = {k: self.value(bound[k], scope, by_knob.get(k, ()), (*trail, label)) for k in sorted(bound)}
         self.problems += [p for k, item in knobs.items() for p in type_problem(label, parameters.get(k), item)]
         return Node(ref.target, knobs, ref.call)

@@ -41,18 +41,6 @@ def default_out(model: str, now: datetime) -> Path:
     return free_folder(Path("evals") / f"{name}-{now:%Y%m%d-%H%M%S}")
 
 
-def run_config(model: str) -> list[str]:
-    """The configuration of the run that the model belongs to. Raises ValueError when it belongs to none."""
-    from grpo_fn.trainer.model_source import run_of
-
-    run = run_of(model)
-    if run is None:
-        raise ValueError(
-            f"--gin_file: got none, and {model} is no run folder and no checkpoint of one; expected a file"
-        )
-    return [str(run / "config.gin")]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, check, launch; returns the exit code. Bad input is 2 and one message; anything else keeps its traceback."""
     args = flags().parse_args(argv)
@@ -63,7 +51,16 @@ def launch_evaluation(args: argparse.Namespace) -> int:
     """The evaluation's exit code. Raises ValueError or OSError for bad input."""
     from grpo_fn.config import load_config
 
-    config = load_config(args.gin_file or run_config(args.model), args.gin_param, taker="grpo_fn.eval.measure.measure")
+    files = args.gin_file
+    if not files:
+        from grpo_fn.trainer.model_source import run_of
+
+        if (run := run_of(args.model)) is None:
+            raise ValueError(
+                f"--gin_file: got none, and {args.model} is no run folder and no checkpoint of one; expected a file"
+            )
+        files = [str(run / "config.gin")]
+    config = load_config(files, args.gin_param, taker="grpo_fn.eval.measure.measure")
     kwargs = config.kwargs()
     from grpo_fn.eval import measure
 

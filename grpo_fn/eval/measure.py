@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_fn.config import Config
@@ -84,7 +83,14 @@ def measure(
     config = located.source.config()
     if located.checkpoint is not None:
         check_fits(located.checkpoint, config)
-    folder, tokenizer, problems = problems_for(located.source, config, data, sampling, episodes, evaluation.problems)
+    held_out = sample_tests(held_out_only(try_task(data.task).test), evaluation.problems)
+    if not held_out.test:
+        raise ValueError("got a task without held-out problems, expected one that holds some out to evaluate on")
+    disable_progress_bar()
+    folder, tokenizer, fitting = prepare_data(located.source, held_out, (), config, data, sampling, episodes)
+    for note in fitting.notes:
+        warn(note)
+    problems = fitting.test
     tokens = sampling.max_new_tokens if episodes is None else 2 * sampling.max_total_tokens  # what was observed, too
     check_space(request.out, len(problems) * (1 + evaluation.samples) * tokens * BYTES_A_TOKEN + 2**20)
     request.out.mkdir(parents=True, exist_ok=True)  # before hours of work, to see that it can be written to
@@ -118,25 +124,6 @@ def measure(
     write_json(request.out / RESULTS, results)  # the last one: where it is, the others are whole
     print(*report(results), f"written to {request.out}", sep="\n")
     return 0
-
-
-def problems_for(
-    source: hf.ModelSource,
-    config: PretrainedConfig,
-    data: Data,
-    sampling: Sampling,
-    episodes: Episodes | None,
-    count: int,
-) -> tuple[str, PreTrainedTokenizerBase, Sequence[Problem]]:
-    """The model's folder, its tokenizer, and those of `count` held-out problems that leave tokens to answer."""
-    held_out = sample_tests(held_out_only(try_task(data.task).test), count)
-    if not held_out.test:
-        raise ValueError("got a task without held-out problems, expected one that holds some out to evaluate on")
-    disable_progress_bar()
-    folder, tokenizer, fitting = prepare_data(source, held_out, (), config, data, sampling, episodes)
-    for note in fitting.notes:
-        warn(note)
-    return folder, tokenizer, fitting.test
 
 
 def graded_answers(

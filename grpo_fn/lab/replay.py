@@ -49,7 +49,7 @@ from grpo_fn.shell.world import Elsewhere, LostRank, World, join_world, leave_lo
 from grpo_fn.trainer.build import RunRequest, TrainingRun, build, check_restored, first_carry, follow_groups
 from grpo_fn.trainer.loop import take_step, training_problem
 from grpo_fn.trainer.model_source import verified_checkpoint
-from grpo_fn.trainer.plan import ValidatedPlan, no_report
+from grpo_fn.trainer.plan import ValidatedPlan
 from grpo_fn.trainer.recording import chosen_kernels, recorded_kernels, step_checksums
 from grpo_fn.trainer.sections import Settings
 from grpo_fn.trainer.state import unpack_carried
@@ -274,7 +274,13 @@ def build_replay(
     plan = RunRequest(config, request.run_dir, dry_run=False, ranks=1, hosts=1, force=False)
     check_this_machine(settings)
     return build(
-        settings, checked, plan, world, enter=lambda run_dir, **_: True, started=time.perf_counter(), report=no_report
+        settings,
+        checked,
+        plan,
+        world,
+        enter=lambda run_dir, **_: True,
+        started=time.perf_counter(),
+        report=lambda text: None,
     )
 
 

@@ -72,16 +72,7 @@ def score_rows(args: argparse.Namespace) -> int:
     """The exit code of the scoring. Raises ValueError or OSError for bad input."""
     from grpo_fn.score import scoring
 
-    return scoring.score_file(
-        reward=args.reward,
-        knobs=args.knobs,
-        input=args.input,
-        output=args.output,
-        suffix=args.suffix,
-        workers=args.workers,
-        deadline=args.deadline,
-        memory_mb=args.memory_mb,
-    )
+    return scoring.score_file(**vars(args))  # a flag for each argument
 
 
 if __name__ == "__main__":

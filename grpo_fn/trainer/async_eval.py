@@ -127,7 +127,7 @@ def amend_history(history: health.History, step: int, figures: Mapping[str, floa
 
 def findings_of_late_evaluation(rules: Health, before: health.History, after: health.History) -> Findings:
     """Findings of a step's rules that its late evaluation adds to those of the time."""
-    warn, stop = rules.warning_rules, rules.stopping_rules
+    warn, stop = rules.rules()
     earlier_rules = {finding.rule for finding in health.new_findings([*warn, *stop], before)}
     warnings, fatal = (
         [finding for finding in health.new_findings(of, after) if finding.rule not in earlier_rules]

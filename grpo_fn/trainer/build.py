@@ -23,7 +23,7 @@ from grpo_fn.config import Config
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
 from grpo_fn.core.partials import function_and_knobs
-from grpo_fn.core.problem import Problem, RewardFn, Scorer
+from grpo_fn.core.problem import Problem, RewardFn
 from grpo_fn.core.types import Carry, Groups, Reward, Rollout
 from grpo_fn.rewards.combine import combine
 from grpo_fn.shell.episodes.episode_rows import Environments
@@ -49,7 +49,6 @@ from grpo_fn.shell.sampler.interface import (
 from grpo_fn.shell.world import World
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.plan import (
-    StartReport,
     ValidatedPlan,
     device_notes,
     rank_line,
@@ -121,26 +120,9 @@ class TrainingRun:
         return self.request.run_dir
 
     @property
-    def score(self) -> Scorer:
-        """Rewards of completions by the workers of all ranks."""
-        return spread_score(self.pool.score, self.world)
-
-    def evaluation_sampler(self, token_sampler: TokenSampler) -> DataParallelSampler:
-        """The training's engine, drawing with `token_sampler`."""
-        return DataParallelSampler(self.engine.for_evaluation(token_sampler), self.world)
-
-    @property
     def held_out(self) -> Sequence[Problem]:
         """The problems of the evaluation."""
         return self.task.test
-
-
-def prepare_process(device: torch.device, *, deterministic: bool) -> None:
-    """Set what holds for the whole process: no bars of transformers, which kernels, how memory is kept."""
-    disable_progress_bar()  # one a file: they would bury the lines of the run
-    use_deterministic_kernels(deterministic, device.type)
-    if device.type == "cpu":
-        keep_freed_memory()
 
 
 @contextmanager
@@ -152,14 +134,17 @@ def build(
     *,
     enter: Callable[..., object],
     started: float,
-    report: StartReport,
+    report: Callable[[str], None],
 ) -> Iterator[TrainingRun]:
     """The pieces of a run, until the context is left. `enter` takes the run folder, before a model is made or loaded.
 
     Raises ValueError, before any weights are loaded, for a folder, prompts or a number of ranks that do not fit.
     """
     s, block_notes = settle_blocks(with_record(settings, request.run_dir, world.rank), checked.config, world.device)
-    prepare_process(world.device, deterministic=s.compute.deterministic)
+    disable_progress_bar()  # one a file: they would bury the lines of the run
+    use_deterministic_kernels(s.compute.deterministic, world.device.type)
+    if world.device.type == "cpu":
+        keep_freed_memory()
     check_ranks(s, request, world)
     key = prng.key(s.seed, device="cpu")
     (folder, tokenizer, task), teachers_prepared = open_and_prepare(
@@ -190,7 +175,9 @@ def build(
             sampler=training_sampler(s, checked, engine, task, key, world),
             engine=engine,
             tokenizer=tokenizer,
-            algo=run_algorithm(s, task),
+            algo=s.algorithm
+            if s.curriculum is None
+            else replace(s.algorithm, group_sampling=follow_groups(s, task, s.algorithm.group_sampling)),
             reward=partial(step_reward, reward=s.rewards.reward, early=early, world=world),
             teacher=teacher_of_run(s.teacher, policy, loaded, teachers_prepared, world),
             demonstration_rows=read,
@@ -219,13 +206,6 @@ def with_record(settings: Settings, run_dir: Path, rank: int) -> Settings:
         return pool
 
     return replace(settings, rewards=replace(settings.rewards, pool=recorded_pool))
-
-
-def check_judges_answer(settings: Settings, run_dir: Path, *, main: bool) -> None:
-    """Look whether every judge is there and has its model, first of all; a run that has begun sends no request."""
-    if main and not (run_dir / JUDGE_FOLDER).is_dir():
-        for judge in judges_of_run(settings):
-            asyncio.run(check_endpoint(judge))
 
 
 def unconditional_rewards(reward: Callable[..., Reward]) -> Sequence[RewardFn]:
@@ -358,14 +338,20 @@ def open_and_prepare(
     world: World,
     *,
     enter: Callable[..., object],
-    report: StartReport,
+    report: Callable[[str], None],
 ) -> tuple[PreparedModel, PreparedTeachers]:
     """Enter the run folder, and look at model folder, all prompts and teachers; in the order that wastes least."""
     s, task = settings, checked.task
     draws = draws_to_check(s, task)
     key = prng.fold_in(prng.key(s.seed, device="cpu"), DATA)
     drawn = train_problems(task, key, 0, draws)
-    world.agree(partial(check_judges_answer, s, request.run_dir, main=world.main), what="asking the judges")
+
+    def check_judges() -> None:
+        if world.main and not (request.run_dir / JUDGE_FOLDER).is_dir():  # a run that has begun sends no request
+            for judge in judges_of_run(s):
+                asyncio.run(check_endpoint(judge))
+
+    world.agree(check_judges, what="asking the judges")
     enter_folder = partial(
         enter,
         request.run_dir,
@@ -378,9 +364,7 @@ def open_and_prepare(
     world.agree(partial(check_steps, request.run_dir, s.steps), what="looking at the checkpoints")
     looking = f"looking at the prompts of {draws} draws and {len(task.test)} held-out problems"
     sources = [checked.source, *(source for source, _ in checked.teachers.values())]
-    already_made = all(
-        isinstance(source, hf.Pretrained) for source in sources
-    )  # to be looked at before a run folder is made
+    already_made = all(isinstance(source, hf.Pretrained) for source in sources)  # looked at before a folder is made
 
     def prepare_here() -> tuple[PreparedModel, PreparedTeachers]:
         prepared = prepare_data(checked.source, task, drawn, checked.config, s.data, s.sampling, s.episodes)
@@ -484,11 +468,3 @@ def follow_groups(settings: Settings, task: Task, group_sampling: SampleGroups |
     if settings.curriculum is None:
         return group_sampling
     return partial(sample_and_follow, group_sampling=group_sampling, curriculum=settings.curriculum, labels=task.arms)
-
-
-def run_algorithm(settings: Settings, task: Task) -> Algorithm | Stage:
-    """The algorithm of a run's settings, its groups followed by the curriculum."""
-    if settings.curriculum is None:
-        return settings.algorithm
-    groups = follow_groups(settings, task, settings.algorithm.group_sampling)
-    return replace(settings.algorithm, group_sampling=groups)

@@ -32,19 +32,6 @@ TAKEN = {
 }
 
 
-def check_sampled(samples: int, ks: Sequence[int], by: Sequence[str]) -> None:
-    """Raise ValueError for numbers of samples, ks and keys that do not fit together."""
-    if samples < 0:
-        raise ValueError(f"evaluation samples: got {samples}, expected 0 for none or a number of them")
-    if isinstance(by, str):
-        raise ValueError(f"evaluation by: got {by!r}, expected a list of keys, such as ({by!r},)")
-    out_of_range = [k for k in ks if not 1 <= k <= samples]
-    if samples and (out_of_range or not ks):
-        raise ValueError(
-            f"evaluation ks: got {list(ks)} with {samples} samples a problem, expected each of them from 1 to {samples}"
-        )
-
-
 class Attempt(NamedTuple):
     """One completion, and the scores of the judges."""
 

@@ -21,8 +21,8 @@ from grpo_fn.core.json_lines import DIGESTS
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Rollout, RunState
 from grpo_fn.shell.atomic_io import append_json, write_json
+from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
-from grpo_fn.shell.checkpoint.store import prune
 from grpo_fn.shell.episodes.episode_rows import recorded_episodes
 from grpo_fn.shell.logging import stopwatch
 from grpo_fn.shell.logging.console import evaluation_line
@@ -30,6 +30,7 @@ from grpo_fn.shell.logging.metrics_writer import MetricsWriter, write_run_header
 from grpo_fn.shell.logging.stopwatch import ErrorContext, is_due
 from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY
+from grpo_fn.shell.sampler.interface import DataParallelSampler, spread_score
 from grpo_fn.tasks.task import train_problems
 from grpo_fn.trainer import async_eval, health
 from grpo_fn.trainer.build import TrainingRun, check_restored, first_carry
@@ -47,22 +48,22 @@ from grpo_fn.trainer.recording import (
     step_checksums,
     stop_requested,
 )
-from grpo_fn.trainer.state import BEST, Progress, packed_progress, read_history, restore
+from grpo_fn.trainer.state import (
+    BEST,
+    Progress,
+    line_gaps,
+    newest_checkpoint,
+    null_to_nan,
+    packed_progress,
+    read_history,
+    unpack_carried,
+)
 
 
 def run_training(run: TrainingRun) -> int:
     """Restore or begin, take the steps that are left, and finish; returns the exit code."""
     messages: list[str] = []
-    progress = restore(
-        run.run_dir,
-        run.policy,
-        training_problem(run),
-        run.world,
-        start_over=run.request.force,
-        every=run.settings.checkpoints.every,
-        checksums_every=run.settings.logging.checksums_every,
-        notes=messages,
-    )
+    progress = restore(run, messages)
     config = run.request.config
     renew = partial(write_config, run.run_dir, config.text, config.fingerprint, config.hparams)
     run.world.agree(renew, what="writing the configuration")  # not before the restore: what it refuses stays as it is
@@ -89,6 +90,37 @@ def run_training(run: TrainingRun) -> int:
             if start < progress.state.step:  # the events of a run that was done before have it already
                 loggers.write(MetricsWriter.finish)
     return 0
+
+
+def restore(run: TrainingRun, notes: list[str]) -> Progress | None:
+    """Take back the newest checkpoint that verifies; None when there is none. What is amiss is added to `notes`.
+
+    The number of ranks that wrote it, and how the model was spread over them, may have been others. Raises ValueError
+    when there are checkpoints and none is whole, or those that the run had are gone, unless --force: that would drop
+    the metrics of the run so far. In any case for a checkpoint of another model or optimizer.
+    """
+    s, world = run.settings, run.world
+    root, start_over = run.run_dir / "checkpoints", run.request.force
+    find = partial(newest_checkpoint, root, start_over=start_over, every=s.checkpoints.every)
+    path, blobs, meta, skipped = world.agree(find, what="the newest checkpoint")
+    notes += skipped
+    if path is None:
+        return None
+    look = partial(line_gaps, run.run_dir, meta["step"], s.logging.checksums_every)
+    notes += world.agree(look, what="looking at the log")
+    run.policy.restore(partial(store.load_into, path, world=world, exact=True), blobs["policy"])
+    return Progress(
+        state=RunState(meta["step"], meta["seed"]),
+        carried=unpack_carried(blobs["carried"], training_problem(run)),  # a checkpoint holds no text of problems
+        accuracy_before=null_to_nan(meta["accuracy_before"]),
+        accuracy=null_to_nan(meta["accuracy"]),
+        evaluated=meta["evaluated"],
+        seconds=meta["seconds"],
+        ahead=blobs.get("ahead", []),
+        pending=[*meta.get("pending", ())],
+        scores={int(step): score for step, score in meta.get("scores", {}).items()},
+        saved=meta["step"],
+    )
 
 
 def read_tape(run: TrainingRun, start: int) -> list[str]:
@@ -305,8 +337,11 @@ def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[st
         demonstrations = run.demonstration_rows(run.held_out)  # how likely the policy finds the held-out demonstrations
         figures = metrics.likelihood("eval/", metrics.stat(-run.policy.logp(demonstrations), demonstrations.mask))
         run.sampler.load(run.policy)  # no step did
-    greedy, sampled = (run.evaluation_sampler(draw) for draw in (sampling.greedy, how.token_sampler))
-    judged = how.grade_answers(greedy, sampled, run.held_out, key=key, score=run.score)
+    greedy, sampled = (
+        DataParallelSampler(run.engine.for_evaluation(draw), run.world) for draw in (sampling.greedy, how.token_sampler)
+    )
+    score = spread_score(run.pool.score, run.world)
+    judged = how.grade_answers(greedy, sampled, run.held_out, key=key, score=score)
     if run.world.main:
         record_evaluation(run.run_dir, step, judged, loggers)
     return {**summarise(judged, ks=how.ks, by=how.by), **figures}
@@ -314,14 +349,12 @@ def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[st
 
 def save_checkpoint(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> None:
     """Begin to save a checkpoint, once the log is written up to it; those no longer kept go when it is there."""
-    run.world.agree(
-        lambda: loggers.writer.wait(), what="the log"
-    )  # a line may be lost only where its checkpoint is not there
+    run.world.agree(lambda: loggers.writer.wait(), what="the log")  # a line is lost only if its checkpoint is, too
     progress.ahead = run.sampler.drain()
     blobs, meta = packed_progress(progress, run.policy, run.settings.lora)
     how = run.settings.checkpoints
     clean_up = partial(
-        prune,
+        store.prune,
         loggers.saver.root,
         keep_last=how.keep_last,
         keep_best=how.keep_best,
@@ -360,7 +393,7 @@ def write_export(run: TrainingRun, progress: Progress, weights: dict[str, Tensor
     """Write model, adapters and summary.json; on the main rank."""
     # A process killed after its last checkpoint may not have come to it.
     root, how = run.run_dir / "checkpoints", run.settings.checkpoints
-    prune(root, keep_last=how.keep_last, keep_best=how.keep_best, metric=BEST, scores=progress.scores)
+    store.prune(root, keep_last=how.keep_last, keep_best=how.keep_best, metric=BEST, scores=progress.scores)
     model = run.policy.model
     if run.settings.lora is not None:
         lora.adapter_folder(weights, run.settings.lora, model.name_or_path, run.run_dir / "adapter")

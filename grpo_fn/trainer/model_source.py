@@ -1,10 +1,8 @@
 """Where the weights are that a name on the command line means: a model folder, a hub name, a run or one checkpoint."""
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,24 +30,24 @@ class LocatedModel:
     path: str  # what holds the weights, for people
 
 
-def locate(name: str, *, warn: Callable[[str], None]) -> LocatedModel:
+def locate(name: str, *, warn: Callable[[str], None], exported: bool = True) -> LocatedModel:
     """What the name means: DIR/checkpoints/step_N of a run, a run folder DIR, else a Hugging Face folder or hub name.
 
-    Of a run folder the newest weights: a checkpoint that verifies, or `model/` once the run is over. Nothing in it is
-    changed, so the run may be at work; checkpoints found broken on the way go to `warn`. Raises ValueError for a
-    checkpoint that is broken or in no run folder, and for a run that has saved nothing.
+    Of a run folder the newest weights: a checkpoint that verifies or, if `exported` may be, `model/` once the run is
+    over. Nothing in it is changed, so the run may be at work; checkpoints found broken on the way go to `warn`. Raises
+    ValueError for a checkpoint that is broken or in no run folder, and for a run that has saved nothing.
     """
     path, run = Path(name).absolute(), run_of(name)
     if run is None:
         if (path / MANIFEST).is_file():
             raise ValueError(f"got checkpoint {name} in no run folder, expected DIR/checkpoints/{path.name} of one")
         return LocatedModel(hf.Pretrained(name), None, name)
-    exported = run / "model"
-    saved = verified_checkpoint(path) if path != run else newest_verified(run, warn)
+    model = run / "model"
+    saved = verified_checkpoint(path) if path != run else newest_verified(run, warn, exported and model.is_dir())
     if saved is None:
-        return LocatedModel(hf.Pretrained(str(exported)), None, str(exported))
-    if adapters(saved) is None and exported.is_dir():  # shape, tokenizer and stop tokens are those of all checkpoints
-        return LocatedModel(hf.Pretrained(str(exported)), saved, str(saved))
+        return LocatedModel(hf.Pretrained(str(model)), None, str(model))
+    if adapters(saved) is None and model.is_dir():  # shape, tokenizer and stop tokens are those of all checkpoints
+        return LocatedModel(hf.Pretrained(str(model)), saved, str(saved))
     # The model that the configuration names: adapters need its weights, and `model/` has them merged already.
     named = freeze(load_config([str(run / "config.gin")], []).root.knobs["model"], {})
     return LocatedModel(model_source(named, "train.train.model"), saved, str(saved))
@@ -62,9 +60,9 @@ def run_of(name: str) -> Path | None:
     return next((run for run in runs if (run / MARKER).is_file()), None)
 
 
-def newest_verified(run: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint of a run that verifies; None when `model/` is as new. Raises ValueError without either."""
-    root, exported, summary = run / "checkpoints", (run / "model").is_dir(), run / "summary.json"
+def newest_verified(run: Path, warn: Callable[[str], None], exported: bool) -> Path | None:
+    """The newest checkpoint of a run that verifies; None when what it `exported` is as new."""
+    root, summary = run / "checkpoints", run / "summary.json"
     done = json.loads(summary.read_bytes())["steps"] if exported and summary.exists() else -1
     for step in reversed(store.steps(root)):
         if step <= done:
@@ -75,7 +73,7 @@ def newest_verified(run: Path, warn: Callable[[str], None]) -> Path | None:
             warn(f"skipped: {error}")
     if exported:
         return None
-    raise ValueError(f"got run folder {run} without model/ and without a whole checkpoint, expected one that has saved")
+    raise ValueError(f"got run folder {run} without a whole checkpoint, expected one that has saved")
 
 
 def verified_checkpoint(path: Path) -> Path:
@@ -166,22 +164,6 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 # -- as an ordinary model folder
-
-
-def find_run_checkpoint(name: str) -> LocatedModel:
-    """The checkpoint, or the newest whole one of a run. Raises ValueError where there is none."""
-    warn, run = partial(print, file=sys.stderr), run_of(name)
-    if run is None:
-        raise ValueError(f"got {name}, expected a run folder or a checkpoint in one")
-    if Path(name).absolute() != run:
-        return locate(name, warn=warn)
-    root = run / "checkpoints"
-    for step in reversed(store.steps(root)):
-        try:
-            return locate(str(root / f"step_{step}"), warn=warn)
-        except ValueError as error:
-            warn(f"skipped: {error}")
-    raise ValueError(f"got run folder {run} without a whole checkpoint, expected one that has saved")
 
 
 def export_whole(located: LocatedModel, out: Path) -> None:

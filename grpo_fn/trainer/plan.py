@@ -156,24 +156,16 @@ def decoding_notes(config: PretrainedConfig, adapters: LoRA | None, device: torc
 # -- the first lines of a run: what is being done, with the seconds since the start, and one line for each rank
 
 
-StartReport = Callable[[str], None]
-
-
-def report_start(world: World, started: float) -> StartReport:
+def report_start(world: World, started: float) -> Callable[[str], None]:
     """Prints a line with the seconds since the start, on the main rank alone."""
 
-    if not world.main:
-        return no_report
-
     def report(text: str) -> None:
+        if not world.main:
+            return
         with suppress(OSError, ValueError):  # a console that is gone ends no run
             print(f"{time.perf_counter() - started:5.1f} s  {text}", flush=True)
 
     return report
-
-
-def no_report(text: str) -> None:
-    """Prints nothing: of a rank other than 0, and of a replay, which starts no run."""
 
 
 def settle_blocks(

@@ -115,15 +115,13 @@ def prepare_data(
 
 
 def check_openings(
-    episodes: Episodes | None, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, limit: int
+    episodes: Episodes, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> None:
     """Raise ValueError where an opening leaves no token for a turn, among the problems with the longest prompts.
 
-    Others are found out when they are sampled, and those of environments that are not pure, as a replay is without
-    their tools. One that cannot begin is no error here: the tape of a replay may have how it began.
+    Others are found out when they are sampled. One that cannot begin is no error: the tape of a replay may have how it
+    began.
     """
-    if episodes is None or not episodes.environment.pure:
-        return
     longest = nlargest(LONGEST, problems, key=lambda problem: len(problem.prompt))
     with episodes.pool() as pool:
         chat = episodes.environments(tokenizer, pool).chat
@@ -149,7 +147,7 @@ def fitting_episodes(
 ) -> Task:
     """The task without the episodes that `overlong_prompts` leaves out by the length of their openings."""
     refuses = function_and_knobs(rule)[0] is overlong.refuse
-    if not episodes.environment.pure:
+    if not episodes.environment.pure:  # a replay is without its tools
         if drawn and not task.rows:
             overlong.refuse(task._replace(rows=tuple(drawn)), length, limit)
         left, count = rule(task, length, limit)

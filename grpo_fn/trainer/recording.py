@@ -39,7 +39,6 @@ from grpo_fn.trainer.build import TrainingRun
 from grpo_fn.trainer.evaluation import GradedAnswer, grader_names
 
 P = ParamSpec("P")
-Row = dict[str, str]
 Findings = tuple[list[health.HealthFinding], list[health.HealthFinding]]  # what warns, and what ends the run
 
 JUDGE_METRICS = {  # by key of RewardPool.costs
@@ -161,7 +160,7 @@ def lost_rows(run: TrainingRun, before: Counter, loggers: RunLoggers) -> dict[st
 # -- a step in tables
 
 
-def sample_rows(experience: Experience) -> list[Row]:
+def sample_rows(experience: Experience) -> list[dict[str, str]]:
     """The first samples as a person would read them."""
     problems, rollout, reward = experience.groups
     size, adv = reward.value.shape[1], sample_advantages(experience.adv, experience.groups)
@@ -298,10 +297,9 @@ def check_health(run: TrainingRun, step: int, loggers: RunLoggers) -> None:
 
     The main rank judges: seconds and memory differ between ranks, and a rule may look at them.
     """
-    rules = run.settings.health
+    rules = run.settings.health.rules()
     findings = run.world.agree(
-        lambda: tuple(health.new_findings(of, loggers.history) for of in (rules.warning_rules, rules.stopping_rules)),
-        what="the rules of health",
+        lambda: tuple(health.new_findings(of, loggers.history) for of in rules), what="the rules of health"
     )
     report_findings(findings, step, loggers)
 

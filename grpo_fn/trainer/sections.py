@@ -36,7 +36,7 @@ from grpo_fn.shell.vllm.served_teacher import VllmTeacher
 from grpo_fn.tasks.privileged import PrivilegedPrompt
 from grpo_fn.tasks.task import Task
 from grpo_fn.trainer import health
-from grpo_fn.trainer.evaluation import AnswerExtractor, GradedAnswer, check_sampled, evaluate, grader_names
+from grpo_fn.trainer.evaluation import AnswerExtractor, GradedAnswer, evaluate, grader_names
 
 # The policy as its own teacher, called once with it and the frozen start model (`trainer.teachers`).
 SelfTeacher = Callable[[FSDPPolicy, ReferenceModel | None], ReferenceModel]
@@ -242,7 +242,15 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         check_positive(eval_problems=self.problems, max_rows=self.max_rows)
-        check_sampled(self.samples, self.ks, self.by)
+        if self.samples < 0:
+            raise ValueError(f"evaluation samples: got {self.samples}, expected 0 for none or a number of them")
+        if isinstance(self.by, str):
+            raise ValueError(f"evaluation by: got {self.by!r}, expected a list of keys, such as ({self.by!r},)")
+        if self.samples and (not self.ks or not all(1 <= k <= self.samples for k in self.ks)):
+            raise ValueError(
+                f"evaluation ks: got {[*self.ks]} with {self.samples} samples a problem, expected each of them from 1 "
+                f"to {self.samples}"
+            )
         grader_names(self.graders)
 
     def grade_answers(
@@ -295,17 +303,11 @@ class Health:
 
     def __post_init__(self) -> None:
         health.check_rule_limits(self.limits)
-        health.rules_with_limits([*self.warn, *self.stop], self.limits)
+        self.rules()
 
-    @property
-    def warning_rules(self) -> list[health.Rule]:
-        """Those of `warn`, with their limits."""
-        return health.rules_with_limits(self.warn, self.limits)
-
-    @property
-    def stopping_rules(self) -> list[health.Rule]:
-        """Those of `stop`, with their limits."""
-        return health.rules_with_limits(self.stop, self.limits)
+    def rules(self) -> tuple[list[health.Rule], list[health.Rule]]:
+        """Those of `warn` and those of `stop`, with their limits."""
+        return health.rules_with_limits(self.warn, self.limits), health.rules_with_limits(self.stop, self.limits)
 
 
 @dataclass(frozen=True, kw_only=True)

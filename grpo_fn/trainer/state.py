@@ -97,49 +97,6 @@ def packed_progress(progress: Progress, policy: FSDPPolicy, adapters: LoRA | Non
     return {"policy": policy.counters(), "carried": pack_carried(progress.carried), "ahead": progress.ahead}, meta
 
 
-def restore(
-    run_dir: Path,
-    policy: FSDPPolicy,
-    problem: Callable[[int], Problem],
-    world: World,
-    *,
-    start_over: bool,
-    every: int,
-    checksums_every: int,
-    notes: list[str],
-) -> Progress | None:
-    """Take back the newest checkpoint that verifies; None when there is none. What is amiss is added to `notes`.
-
-    `problem` gives the problem of a uid, of which a checkpoint holds no text. The number of ranks that wrote it, and
-    how the model was spread over them, may have been others.
-
-    Raises ValueError when there are checkpoints and none is whole, or those that a run which saves after `every` steps
-    had are gone, unless `start_over`: that would drop the metrics of the run so far. In any case for a checkpoint of
-    another model or optimizer.
-    """
-    path, blobs, meta, skipped = world.agree(
-        partial(newest_checkpoint, run_dir / "checkpoints", start_over=start_over, every=every),
-        what="the newest checkpoint",
-    )
-    notes += skipped
-    if path is None:
-        return None
-    notes += world.agree(partial(line_gaps, run_dir, meta["step"], checksums_every), what="looking at the log")
-    policy.restore(partial(store.load_into, path, world=world, exact=True), blobs["policy"])
-    return Progress(
-        state=RunState(meta["step"], meta["seed"]),
-        carried=unpack_carried(blobs["carried"], problem),
-        accuracy_before=null_to_nan(meta["accuracy_before"]),
-        accuracy=null_to_nan(meta["accuracy"]),
-        evaluated=meta["evaluated"],
-        seconds=meta["seconds"],
-        ahead=blobs.get("ahead", []),
-        pending=[*meta.get("pending", ())],
-        scores={int(step): score for step, score in meta.get("scores", {}).items()},
-        saved=meta["step"],
-    )
-
-
 def reload_policy(run_dir: Path, step: int, policy: FSDPPolicy, world: World) -> None:
     """The policy as the checkpoint of a step holds it; every rank takes part."""
     path = run_dir / "checkpoints" / f"step_{step}"

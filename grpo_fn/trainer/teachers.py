@@ -33,8 +33,6 @@ from grpo_fn.trainer.sections import SelfTeacher, Settings, Teacher
 TeacherLogp = Callable[[Rollout], Tensor]  # of one teacher: log-probs of the sampled tokens, [B T]
 EncodePrompt = Callable[[str], list[int]]
 
-ONE = "teacher"
-
 
 @dataclass(frozen=True, kw_only=True)
 class PromptChange:
@@ -54,7 +52,7 @@ def one_teacher(problem: Problem) -> str:
     Returns:
         "teacher".
     """
-    return ONE
+    return "teacher"
 
 
 def teacher_of_field(problem: Problem, *, name: str) -> str:
@@ -253,17 +251,6 @@ def check_keys(problems: Sequence[Problem], models: Mapping[str, object], key: C
             )
 
 
-def open_teachers(
-    sources: Mapping[str, hf.ModelSource], own: PreTrainedTokenizerBase
-) -> dict[str, tuple[str, PreTrainedTokenizerBase]]:
-    """The folder of each teacher, made or found, and its tokenizer, which has proven to be the policy's."""
-    folders = {name: source.folder() for name, source in sources.items()}
-    teachers = {name: (folder, hf.load_tokenizer(folder)) for name, folder in folders.items()}
-    for name, (_, tokenizer) in teachers.items():
-        check_same_tokenizer(name, tokenizer, own)
-    return teachers
-
-
 def template_difference(
     name: str,
     teacher: PreTrainedTokenizerBase,
@@ -293,20 +280,19 @@ def template_difference(
 
 def check_teacher_prompts(
     problems: Sequence[Problem],
-    prompt: PrivilegedPrompt | None,
-    encode: EncodePrompt,
+    change: PromptChange,
     *,
     name: str,
     size: int,
     parts: Sequence[str],
     max_new_tokens: int,
-    reach: int | None,
 ) -> None:
     """Raise ValueError for a problem whose privileged prompt is no text, or leaves no space for the completion.
 
     What a prompt takes from another sample is counted as `max_new_tokens` tokens, as long as one may be.
     """
-    length = cache(lambda text: len(encode(text)))
+    prompt, reach = change.prompt, change.positions
+    length = cache(lambda text: len(change.encode(text)))
     best = dict.fromkeys(parts, float("inf"))  # right by any measure
     plain, long = ([Sample(text, float("inf"), best)] * max(2, size) for text in ("x", "x x x x x x x x"))
     for problem in problems:
@@ -366,9 +352,6 @@ class PreparedTeachers(NamedTuple):
     notes: Sequence[str]  # for people
 
 
-NO_TEACHERS = PreparedTeachers({}, {}, ())
-
-
 def prepare_teachers(
     settings: Settings,
     checked: ValidatedPlan,
@@ -380,33 +363,34 @@ def prepare_teachers(
     """Find the teachers and look at all that they are to read."""
     how = settings.teacher
     if how is None:
-        return NO_TEACHERS
+        return PreparedTeachers({}, {}, ())
     check_keys(drawn, how.models, how.key)
-    opened = open_teachers({name: source for name, (source, _) in checked.teachers.items()}, tokenizer)
+    folders = {name: source.folder() for name, (source, _) in checked.teachers.items()}
+    tokenizers = {name: hf.load_tokenizer(folder) for name, folder in folders.items()}
+    for name, theirs in tokenizers.items():
+        check_same_tokenizer(name, theirs, tokenizer)
     if main:
         vocabulary = checked.config.get_text_config().vocab_size
         longest = settings.sampling.max_total_tokens or positions(checked.config)  # of a row; None: no limit
         for name, served in how.on_servers().items():
             served.check_server(name, tokenizer, vocabulary, longest)
-    changes = prompt_changes(how, settings, checked, {name: theirs for name, (_, theirs) in opened.items()}, tokenizer)
+    changes = prompt_changes(how, settings, checked, tokenizers, tokenizer)
     for name, change in changes.items():
         check_teacher_prompts(
             [problem for problem in drawn if how.key(problem) == name],
-            change.prompt,
-            change.encode,
+            change,
             name=name,
             size=settings.algorithm.group_size,
             parts=checked.parts,
             max_new_tokens=settings.sampling.max_new_tokens,
-            reach=change.positions,
         )
     encode, prompts = settings.data.encode_prompt, [problem.prompt for problem in drawn]
     differing = (
         template_difference(name, theirs, tokenizer, encode, prompts)
-        for name, (_, theirs) in opened.items()
+        for name, theirs in tokenizers.items()
         if how.encode_prompt is None
     )
-    return PreparedTeachers({name: folder for name, (folder, _) in opened.items()}, changes, [*filter(None, differing)])
+    return PreparedTeachers(folders, changes, [*filter(None, differing)])
 
 
 def prompt_changes(
@@ -420,22 +404,17 @@ def prompt_changes(
     if how.prompt is None and how.encode_prompt is None:
         return {}
     encode = how.encode_prompt or settings.data.encode_prompt
+    reach = dict.fromkeys(how.models, positions(checked.config))
+    reach |= {name: positions(config) for name, (_, config) in checked.teachers.items()}
+    reach |= {name: served.max_model_len - 1 for name, served in how.on_servers().items()}
     return {
         name: PromptChange(
             prompt=how.prompt,
             encode=partial(encode, own if how.encode_prompt is None else tokenizers.get(name, own)),
-            positions=teacher_positions(name, how, checked),
+            positions=reach[name],
         )
         for name in how.models
     }
-
-
-def teacher_positions(name: str, how: Teacher, checked: ValidatedPlan) -> int | None:
-    """Most tokens that a teacher reads; None: no limit."""
-    if name in checked.teachers:
-        return positions(checked.teachers[name][1])
-    served = how.on_servers()
-    return served[name].max_model_len - 1 if name in served else positions(checked.config)
 
 
 def teacher_of_run(

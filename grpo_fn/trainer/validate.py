@@ -22,7 +22,6 @@ from grpo_fn.core.partials import check_positive, describe_function, function_an
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.rewards.judge import Judge, judges_of
-from grpo_fn.shell.episodes.answers import Answer
 from grpo_fn.shell.logging import stopwatch
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import check_attention, check_attention_choice
@@ -162,8 +161,9 @@ def check_algorithm(settings: Settings) -> None:
     section = "supervised.Stage." if isinstance(algorithm, supervised.Stage) else "step.Algorithm."
     for knob, value in functions_of(vars(algorithm), section):
         check_signature(knob, value)
-        if knob.endswith(".share"):
-            check_step_share(knob, value, steps)
+        for step in range(steps) if knob.endswith(".share") else ():
+            if not 0 <= (share := value(step)) <= 1:
+                raise ValueError(f"{knob}: got {share} after {step} steps, expected a share, 0 to 1")
     if isinstance(algorithm, supervised.Stage):
         for name in ("teacher", "demonstrations"):
             if getattr(settings, name) is not None:
@@ -208,13 +208,6 @@ def check_signature(knob: str, function: Callable[..., Any]) -> None:
         raise ValueError(
             f"{knob}: got {name}{signature} ({error}), expected a function of ({', '.join(names)})"
         ) from error
-
-
-def check_step_share(knob: str, share: Callable[[int], float], steps: int) -> None:
-    """Raise ValueError for a share of a step that is none, at any step of the run."""
-    for step in range(steps):
-        if not 0 <= (value := share(step)) <= 1:
-            raise ValueError(f"{knob}: got {value} after {step} steps, expected a share, 0 to 1")
 
 
 def check_provided(settings: Settings, declared: frozenset[str]) -> None:
@@ -493,7 +486,8 @@ def try_environment(episodes: Episodes | None, problem: Problem) -> None:
     name = episodes.name
     with episodes.pool() as pool:
         opening = pool.start(problem, 0).result()
-        require_answer(f"sections.Episodes.environment: {name}.start of problem {problem.uid}", opening)
+        if opening.failure:
+            raise ValueError(f"sections.Episodes.environment: {name}.start of problem {problem.uid}: {opening.failure}")
         if not opening.messages:
             raise ValueError(
                 f"sections.Episodes.environment: {name}.start: got no messages, expected what is read first"
@@ -501,16 +495,10 @@ def try_environment(episodes: Episodes | None, problem: Problem) -> None:
         answers = [pool.step(opening.state, Message("assistant", text), 0) for text in TEXTS]
         replies = [future.result() for future in answers]
     if all(answer.failure for answer in replies):
-        require_answer(f"sections.Episodes.environment: {name} of problem {problem.uid}", replies[0])
+        raise ValueError(f"sections.Episodes.environment: {name} of problem {problem.uid}: {replies[0].failure}")
     for answer in replies:
         if not answer.failure and not answer.done and not answer.messages:
             raise ValueError(
                 f"sections.Episodes.environment: {name}: got a step that is not done and has no messages, expected an "
                 "observation that the policy reads"
             )
-
-
-def require_answer(what: str, answer: Answer) -> None:
-    """Raise ValueError for a failure."""
-    if answer.failure:
-        raise ValueError(f"{what}: {answer.failure}")

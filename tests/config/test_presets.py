@@ -111,7 +111,7 @@ def test_a_preset_over_another_is_the_preset_alone() -> None:
     for name in PRESETS:
         laid = over(PRESETS, name)
         fill_macros(laid, train.MACROS)
-        text = canonical_text(resolve(laid, train.train, {}, ["algorithm"]).knobs["algorithm"])
+        text = canonical_text(resolve(laid, train.train, ["algorithm"]).knobs["algorithm"])
         assert text == canonical_text(algorithm(name)), name
     files = ["run/arithmetic.gin", "algo/chord.gin", "algo/dr_grpo.gin"]  # as the program lays one over another
     assert load_config(files, []).root.knobs["algorithm"] == algorithm("dr_grpo")

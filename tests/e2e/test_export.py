@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.model import hf
-from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, find_run_checkpoint, locate, weights_of
+from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, locate, weights_of
 
 LORA = ("--gin_file", "scale/lora.gin")
 PROMPT = "12 + 7 = "
@@ -85,7 +85,7 @@ def test_adapters_of_another_model_are_refused(adapted: Path) -> None:
 def test_the_adapter_folder_on_its_base_says_what_the_merged_model_says(adapted: Path, tmp_path: Path) -> None:
     folder = exported(adapted, tmp_path / "adapter", "--adapter")
     assert {p.name for p in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    named = find_run_checkpoint(str(adapted)).source.folder()
+    named = locate(str(adapted), warn=print, exported=False).source.folder()
     base = AutoModelForCausalLM.from_pretrained(named, dtype=torch.float32)
     merged = exported(adapted, tmp_path / "merged")
     ids = AutoTokenizer.from_pretrained(merged)(PROMPT, return_tensors="pt").input_ids

@@ -162,7 +162,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str, list[str]]] = {
     "a run that saved nothing": (
         lambda run: [shutil.rmtree(run / name) for name in ("model", "checkpoints")],
         "",
-        ["without model/ and without a whole checkpoint"],
+        ["without a whole checkpoint, expected one that has saved"],
     ),
     "a broken checkpoint": (
         lambda run: damage(run / "checkpoints" / "step_4" / "__0_0.distcp"),

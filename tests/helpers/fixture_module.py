@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-SUPPLIED = {"objective": ("batch", "totals")}
 calls: list[Any] = []
 
 
 def root(*, steps: int, rate: float, objective, advantage, task, extra=None):
     return steps
+
+
+root.SUPPLIED = {"objective": ("batch", "totals")}
 
 
 def taker(request, *, steps, objective):

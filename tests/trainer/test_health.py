@@ -315,9 +315,10 @@ def test_limits_that_cannot_work_are_refused(limits, complaint) -> None:
 
 def test_rules_are_chosen_by_name_with_their_limits_and_a_function_is_tried_first() -> None:
     health_section = Health(warn=["kl_high", slow], stop=["grad_norm_high"], limits={"kl_high": 1.5})
-    assert [health.rule_name(rule) for rule in health_section.warning_rules] == ["kl_high", "slow"]
-    assert health_section.warning_rules[0].limit == 1.5
-    assert health_section.stopping_rules == [health.RULES["grad_norm_high"]]
+    warn, stop = health_section.rules()
+    assert [health.rule_name(rule) for rule in warn] == ["kl_high", "slow"]
+    assert warn[0].limit == 1.5
+    assert stop == [health.RULES["grad_norm_high"]]
     with pytest.raises(ValueError, match=re.escape("sections.Health: got the rule 'kl', expected one of not_finite,")):
         Health(warn=[], stop=["kl"], limits={})
     with pytest.raises(ValueError, match="slow: seconds: got -1"):

@@ -221,9 +221,8 @@ def test_a_rate_that_is_none_is_refused(rate):
 
 def asked_about(prompt, reach: int | None) -> None:
     problems = [problem(0, "2+3?")._replace(answer="5")]
-    teachers.check_teacher_prompts(
-        problems, prompt, letters, name="t", size=2, parts=("right",), max_new_tokens=8, reach=reach
-    )
+    change = teachers.PromptChange(prompt=prompt, encode=letters, positions=reach)
+    teachers.check_teacher_prompts(problems, change, name="t", size=2, parts=("right",), max_new_tokens=8)
 
 
 def test_a_prompt_that_leaves_no_space_is_refused_before_the_run():

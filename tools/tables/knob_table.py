@@ -9,7 +9,6 @@ import ast
 import inspect
 import io
 import re
-import sys
 import textwrap
 import tokenize
 from collections import defaultdict
@@ -74,7 +73,7 @@ class Usage:
             named = nested_references([*bindings.knobs.values(), bindings.macros])
             self.calls |= {one.target for one in named if isinstance(one, Reference) and one.call}
             for (scope, owner), values in bindings.knobs.items():
-                supplied = getattr(sys.modules[owner.__module__], "SUPPLIED", {}) | getattr(owner, "SUPPLIED", {})
+                supplied = getattr(owner, "SUPPLIED", {})
                 for knob, value in values.items():
                     self.scopes[kind(owner), knob].add(scope)
                     if isinstance(value := expand_macros(value, bindings.macros), Reference):
