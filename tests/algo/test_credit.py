@@ -106,7 +106,7 @@ def test_every_sampled_token_of_a_valid_sample_gets_a_finite_advantage_and_the_r
 @each(ALL)
 @COSTLY
 @given(steps(), st.sampled_from(GARBAGE))
-def test_what_was_not_sampled_or_not_scored_has_no_say(f, step, garbage):
+def test_unsampled_tokens_and_unscored_rows_change_nothing(f, step, garbage):
     assert torch.equal(run(f, spoiled(step, garbage)), run(f, step))
 
 
@@ -162,7 +162,7 @@ def test_parts_are_compared_one_by_one_and_then_weighed(step, a, b):
         close(adv[p], torch.where(mask[p], (a * one + b * two)[:, None], 0.0))
 
 
-def test_what_the_sum_of_rewards_hides_its_parts_show():
+def test_parts_show_differences_that_their_sum_hides():
     """Two rewards of two samples, (0, 1) or (0, 2) in all: GDPO's example, arXiv:2601.05242, section 3.1."""
     normalized = partial(advantage.group_normalized, eps=0.0, ddof=1)
     correct, boxed = torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([[0.0, 0.0], [0.0, 1.0]])

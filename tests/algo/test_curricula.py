@@ -141,7 +141,7 @@ def test_a_pool_asks_each_member_before_any_twice(seed, size, arms, count):
     assert int(asked.sum()) == count
 
 
-def test_what_is_solved_retires_what_is_too_hard_is_set_aside_and_fresh_ones_come_first():
+def test_solved_problems_retire_hard_ones_are_set_aside_and_fresh_ones_come_first():
     pool = pool_in_band(size=3, low=0.1, high=0.9, decay=0.5, min_asked=1, pass_rate=RATE)
     state = pool.start(6, key(0))
     before = state["member"].nonzero().flatten()

@@ -45,7 +45,7 @@ def test_a_teacher_that_agrees_changes_nothing(f, step):
 
 @each(ALL)
 @given(steps(), st.sampled_from(GARBAGE))
-def test_what_stands_behind_the_mask_has_no_say(f, step, garbage):
+def test_values_behind_the_mask_change_nothing(f, step, garbage):
     adv, gap, mask = step
     assert torch.equal(run(f, adv, torch.where(mask, gap, garbage), mask), run(f, adv, gap, mask))
 

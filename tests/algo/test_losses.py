@@ -119,7 +119,7 @@ def test_the_token_form_is_the_sequence_form_for_one_advantage_a_row(row, adv):
     exactly(*(loss_gradient(f, logp, row) for f in both))
 
 
-def test_and_is_not_for_one_advantage_a_token():
+def test_the_token_form_differs_from_the_sequence_form_for_one_advantage_a_token():
     logp, row = example([0.1, 0.0], 1.0)
     row = row._replace(adv=torch.tensor([1.0, -2.0], dtype=torch.float64))
     s = math.exp(0.05)

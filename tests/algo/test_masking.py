@@ -71,7 +71,7 @@ def test_a_row_keeps_its_marks_wherever_it_stands(f, step, random):
 
 @pytest.mark.parametrize("share", [0.0, 1e-9, 0.1, 0.37, 1.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_as_many_are_marked_as_asked_for(share, seed):
+def test_the_share_of_marked_tokens_is_the_knobs(share, seed):
     batch = wide(8, 25, seed)
     expected = max(1, int(share * 200)) if share else 0
     assert int(masking.kl_cov_tokens(batch, keys(8), share=share).sum()) == expected

@@ -157,7 +157,7 @@ def test_a_loss_that_says_nothing_has_figures_of_its_tokens():
     assert figures["ratio"][~batch.mask].tolist() == [1.0, 1.0]
 
 
-def test_what_a_loss_says_of_its_tokens_goes_before_that():
+def test_diagnostics_of_a_loss_replace_the_measured_ones():
     scores, batch = rows(logp=-1.0, old=-2.0, ref=-1.5)
     said = {name: torch.full_like(scores.logp, 7.0) for name in ("ratio", "clip_low", "clip_high", "correction")}
     figures = metrics.of_tokens(scores, batch, said)

@@ -87,7 +87,7 @@ def test_also_for_a_step_in_which_everything_happens(name, seed):
 
 
 @pytest.mark.parametrize("name", LOOPED)
-def test_and_tokens_learn_in_such_steps(name):
+def test_tokens_of_a_rich_step_have_a_learning_signal(name):
     """In one of three: by chance no group of a step may have signal, with few successes of `pass_at_k` above all."""
     learned = [learn(preset(name), rich_step(seed, 3)).signals.abs().max() for seed in range(3)]
     assert max(learned) > 1e-3

@@ -490,7 +490,7 @@ def test_without_enough_signal_the_step_is_filled_up():
 
 @FEW
 @given(seed=st.integers(0, 50), cut=st.integers(1, 3))
-def test_what_is_carried_is_all_that_dynamic_sampling_remembers(seed, cut):
+def test_dynamic_sampling_remembers_nothing_but_its_carry(seed, cut):
     """A run that stops after `cut` steps and one that does not end with the same table."""
     key, tables = prng.key(seed, device="cpu"), []
     for stops in ((), (cut,)):
@@ -558,7 +558,7 @@ def test_the_mismatch_is_the_samplers_and_not_the_policys_own_movement(old_logp,
     )
 
 
-def test_where_the_first_minibatch_has_nothing_to_show_no_mismatch_is_made_up():
+def test_a_first_minibatch_without_scores_reports_no_mismatch():
     def first_half_unscorable(problem: Problem, completion: Completion) -> float | None:
         return None if problem.uid < 12 else likes_two(problem, completion)
 

@@ -27,5 +27,5 @@ def test_an_array_is_found_wherever_it_is_in_an_annotation(annotation):
 
 
 @pytest.mark.parametrize("annotation", [int, None, Tensor, Sequence[str], Callable[..., Tensor], dict[str, list[int]]])
-def test_what_has_no_shape_is_no_array(annotation):
+def test_an_annotation_without_a_shape_is_no_array(annotation):
     assert not names_an_array(annotation)

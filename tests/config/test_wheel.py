@@ -33,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_it_holds_every_gin_file_template_and_module_and_no_other(wheel: Path) -> None:
+def test_the_wheel_holds_every_gin_file_template_and_module_and_no_other(wheel: Path) -> None:
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     gin = {f"grpo_fn/{path.relative_to(PROJECT)}" for path in (PROJECT / "gin").rglob("*.gin")}
     code = (path for path in (PROJECT / "grpo_fn").rglob("*") if path.is_file() and path.suffix != ".pyc")
@@ -41,7 +41,7 @@ def test_it_holds_every_gin_file_template_and_module_and_no_other(wheel: Path) -
 
 
 @pytest.mark.slow
-def test_it_runs_the_default_where_a_clone_is_and_names_the_fix_elsewhere(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_runs_the_default_in_a_clone_and_names_the_fix_elsewhere(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -31,7 +31,7 @@ def test_every_block_is_tested():
 
 
 @pytest.mark.usefixtures("countdown")
-def test_it_prints_what_the_page_says(capsys):
+def test_the_example_prints_what_the_page_says(capsys):
     exec(compile(PYTHON[1], "docs/tasks/environment.md", "exec"), {})
     assert capsys.readouterr().out == BLOCKS[2][1]
 

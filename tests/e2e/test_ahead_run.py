@@ -48,7 +48,7 @@ def test_batches_are_as_stale_as_they_may_be_and_the_weights_differ_from_the_sam
 
 @pytest.mark.slow
 @pytest.mark.parametrize("doom", [AtPhase("train", 4, KILL), AtPhase("train", 3, TERM)])
-def test_one_that_is_interrupted_learns_from_the_same_batches(
+def test_an_interrupted_run_learns_from_the_same_batches(
     cache: Path, ahead: Path, tmp_path: Path, doom: AtPhase
 ) -> None:
     ours, theirs = outcome(ended(cache, tmp_path / "broken", doom=doom)), outcome(ahead)
@@ -56,7 +56,7 @@ def test_one_that_is_interrupted_learns_from_the_same_batches(
     assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
 
 
-def test_what_cannot_be_ahead_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_runs_that_cannot_sample_ahead_are_refused(cache: Path, tmp_path: Path) -> None:
     """An objective that does not use the sampler's log-probs, and a sampler on the device that trains."""
     uncorrected = {"objective__policy_objective__importance_correction": None}
     said = refusal(arguments(cache, tmp_path / "none", **uncorrected))

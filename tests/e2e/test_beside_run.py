@@ -122,7 +122,7 @@ def interrupted(cache: Path, folder: Path, dooms: Sequence[Harm], **changes: Any
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("looks", [0, 4])
-def test_it_measures_what_evaluation_in_the_midst_measures(
+def test_evaluation_beside_the_training_measures_what_evaluation_between_steps_does(
     cache: Path, midst: dict[str, Any], tmp_path: Path, looks: int
 ) -> None:
     """Bit for bit, however late it comes. Evaluations are due every second step: one of four looks is waited for."""
@@ -222,7 +222,7 @@ def test_killed_at_any_moment(
 
 
 @pytest.mark.slow
-def test_what_it_raises_ends_the_run_with_its_name_and_the_same_command_goes_on(
+def test_an_error_of_an_evaluation_ends_the_run_and_the_same_command_resumes(
     cache: Path, midst: dict[str, Any], tmp_path: Path
 ) -> None:
     argv = arguments(cache, tmp_path / "run")

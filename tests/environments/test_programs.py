@@ -107,7 +107,7 @@ def gives_three(program):
     return Ran((True, False), True, "a wrong answer", "3", 0.0)
 
 
-def test_it_is_fit_for_a_run():
+def test_the_environment_is_fit_for_a_run():
     play = retry_program.environment(run=gives_three, max_tries=3, shown_tests=1)
     with profile(max_examples=10):
         testing.check_environment(play, problems=st.just(ADD), max_turns=3)

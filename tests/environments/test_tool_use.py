@@ -72,7 +72,7 @@ def test_instructions_come_first_and_name_the_tools():
     assert user == Message("user", "?")
 
 
-def test_it_is_fit_for_a_run():
+def test_the_environment_is_fit_for_a_run():
     expressions = st.one_of(st.sampled_from(["1+1", "2*3", "1/0", "9" * 90]), st.text(max_size=9))
     written = st.one_of(expressions.map(asks), st.integers(0, 99).map(boxed))
     with profile(max_examples=quarter() // 2):

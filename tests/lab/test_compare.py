@@ -193,7 +193,7 @@ def test_rows_come_back_as_they_were(tmp_path_factory, rows):
     assert [*path.parent.iterdir()] == [path]
 
 
-def test_what_json_has_no_form_for_becomes_its_text(tmp_path):
+def test_values_without_a_json_form_become_their_text(tmp_path):
     odd = {"meta": {1: {3}, "tests": ("a", b"b"), "nan": float("nan")}}
     rollout_store.write_evaluation_rows(tmp_path / "x.jsonl", [odd])
     assert json.loads((tmp_path / "x.jsonl").read_text()) == {"meta": {"1": "{3}", "tests": ["a", "b'b'"], "nan": None}}

@@ -50,7 +50,7 @@ TAGS = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "tabl
 
 
 @given(texts, st.lists(texts, min_size=1, max_size=4), st.data())
-def test_what_is_written_is_what_is_read_and_nothing_acts(title, names, data):
+def test_text_is_shown_as_it_was_written_and_nothing_in_it_acts(title, names, data):
     row = st.lists(numbers, min_size=len(names), max_size=len(names))
     square = data.draw(st.lists(row, min_size=len(names), max_size=len(names)))
     sampled = data.draw(st.lists(st.none() | numbers, min_size=len(names), max_size=len(names)))

@@ -73,7 +73,7 @@ def test_a_sound_judge_pays_nothing_but_the_sum_that_the_prompt_states():
     assert attack_target(PROBLEMS, text_target(judged), pulls=10) == campaign
 
 
-def test_what_is_reported_is_measured_on_problems_that_the_search_has_not_seen():
+def test_reported_figures_are_measured_on_problems_that_the_search_has_not_seen():
     """A reward that pays on every other one alone promises the search much and gets nothing."""
     searched = {problem.uid for problem in PROBLEMS[::2]}
     assert set(attacked(lambda problems, _: [float(p.uid in searched) for p in problems]).values()) == {0.0}

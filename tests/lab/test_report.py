@@ -88,7 +88,7 @@ def test_knobs_that_differ_are_listed_and_no_others(whole: Path, other: Path, tm
     assert "optimizer.adamw.lr" in [row["knob"] for row in report([whole], tmp_path).under("knob")]
 
 
-def test_what_health_said_is_there_as_text(whole: Path, other: Path, tmp_path: Path) -> None:
+def test_lines_of_health_are_on_the_page_as_text(whole: Path, other: Path, tmp_path: Path) -> None:
     page = report([whole, other], tmp_path)
     assert "12:00:00 health, kl_high: loss/kl is 0.7 at step 4, above 0.5: <b>look</b>" in page.text
     for line in (whole / "log.txt").read_text().splitlines():

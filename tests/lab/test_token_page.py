@@ -45,7 +45,7 @@ def letters(ids) -> str:
 
 
 @pytest.mark.parametrize(("name", "minibatches"), [*((name, 1) for name in PRESETS), ("grpo", 3), ("dapo", 3)])
-def test_what_is_shown_is_what_the_step_sends_back(name, minibatches):
+def test_the_page_shows_the_signal_that_the_step_sends_back(name, minibatches):
     taken = rich_step(3, prompts=6)
     sent = learn(preset(name), taken, minibatches=minibatches, micro_tokens=20).signals.sum(0)
     seen, scores = experience(preset(name), taken)
@@ -96,7 +96,7 @@ def test_rows_come_by_influence_and_add_up_to_the_step(name, data):
 
 
 @given(steps(st.integers(1, 3)))
-def test_as_the_step_begins_every_ratio_is_one_and_nothing_is_clipped(taken):
+def test_at_the_start_of_a_step_every_ratio_is_one_and_nothing_is_clipped(taken):
     seen, _ = experience(preset("grpo"), taken)
     signal, figures = token_page.signal_as_sampled(seen.batch, CLIPPED, UNMOVED, minibatches=1)
     assert "entropy" not in figures
@@ -306,7 +306,7 @@ def test_a_page_shows_every_turn_with_what_was_sampled_and_what_was_observed(epi
     assert len(there) == sum("data-i" in found for tag, found in reader.tags if tag == "span")
 
 
-def test_what_is_known_of_a_turn_stands_beside_it():
+def test_figures_of_a_turn_stand_beside_it():
     html = token_page.token_page(looked_at(*step(["a", "b"], EPISODES)), title="t", note="s")
     assert html.count(">turn 1 of 3</b>") == 1
     assert html.count("ended by the limit of turn tokens</span>") == 1

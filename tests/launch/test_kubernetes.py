@@ -27,7 +27,7 @@ def test_the_manifests_are_valid(text: str) -> None:
         assert re.search(rf"^\s*# .*{option}", TEXT, re.MULTILINE), option
 
 
-def test_what_has_to_agree_agrees() -> None:
+def test_names_counts_and_times_of_the_manifests_agree() -> None:
     spec = JOB["spec"]
     assert str(spec["completions"]) == str(spec["parallelism"]) == ENV["NODES"]
     assert str(TRAINER["resources"]["limits"]["nvidia.com/gpu"]) == ENV["GPUS"]

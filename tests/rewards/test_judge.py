@@ -163,7 +163,7 @@ def test_words(answer: str, value: float | None) -> None:
         ({"read": lambda answer, mark: 0.0}, "got 0.0 of an empty answer"),
     ],
 )
-def test_what_is_no_judge_is_refused_with_got_and_expected(knobs: dict[str, Any], complaint: str) -> None:
+def test_knobs_that_make_no_judge_are_refused_with_got_and_expected(knobs: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=re.escape(complaint)) as raised:
         judge(**knobs)
     assert "secret" not in str(raised.value)

@@ -74,7 +74,7 @@ def reward(isolation, source):
 
 
 @pytest.mark.parametrize("source", RIGHT.values(), ids=RIGHT.keys())
-def test_what_is_right_passes(isolation, source):
+def test_right_programs_pass(isolation, source):
     ran = run(isolation, source)
     assert ran.proven, ran
     assert ran.verdicts == (True, True, True)
@@ -86,14 +86,14 @@ def no_pass(ran):
 
 
 @pytest.mark.parametrize("source", WRONG.values(), ids=WRONG.keys())
-def test_what_is_wrong_never_passes(source):
+def test_wrong_programs_never_pass(source):
     ran = run(most(), source, wall_seconds=1.0)
     assert no_pass(ran), ran
     assert ran.reason
 
 
 @pytest.mark.parametrize("title", ALWAYS[1:])
-def test_what_an_isolation_has_to_prevent_never_passes_in_any(isolation, title):
+def test_programs_that_an_isolation_must_stop_pass_in_none(isolation, title):
     ran = run(isolation, WRONG[title], wall_seconds=1.0)
     assert no_pass(ran), ran
     assert ran.reason
@@ -205,7 +205,7 @@ def test_a_limit_says_which_it_was(isolation, source, knobs, reason):
     assert no_pass(ran)
 
 
-def test_what_ran_before_a_limit_counts(isolation):
+def test_results_from_before_a_limit_count(isolation):
     ran = run(isolation, "def f(x):\n    while x == 10: pass\n    return x * x", wall_seconds=1.0)
     assert (ran.verdicts, ran.proven) == ((True, True, False), False)
 
@@ -531,7 +531,7 @@ for name, amiss in sandbox.available().items():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are an ordinary user's already")
 @pytest.mark.parametrize("every", [8, pytest.param(2, marks=pytest.mark.slow)])
-def test_it_is_the_same_for_an_ordinary_user(every):
+def test_an_ordinary_user_gets_the_same_verdicts(every):
     python = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     if not os.path.exists(python):
         pytest.skip(f"NOT TESTED as an ordinary user: no {python}, which such a user could start")

@@ -288,7 +288,7 @@ def test_a_number_or_text_that_equals_everything_arrives_as_what_it_is(world, nu
     assert (world.AnyText(f"{number}") == f"{other}") == (number == other)
 
 
-def test_what_is_close_to_everything_is_close_to_nothing(world):
+def test_an_answer_close_to_everything_is_close_to_nothing(world):
     everything = world.Everything()
     for measure in (
         lambda: abs(everything - 3.0) < 1e-6,
@@ -382,7 +382,7 @@ def test_nothing_the_program_raises_ends_an_iteration_of_the_judges(world):
         list(map(world.stop, [1, 2]))
 
 
-def test_what_a_call_does_to_its_arguments_is_seen(world):
+def test_changes_of_a_calls_arguments_are_reported(world):
     values, more = [1], [2, 3]
     assert world.grow(values, more=more) is None
     assert (values, more) == ([1, 2], [2, 3, 0])

@@ -536,7 +536,7 @@ def test_rows_in_flight_are_bounded_while_one_takes_its_time(folder: Path, size:
     assert bound - len(row) <= taken <= bound + pipe + 2 * PIECE + len(row)
 
 
-def test_it_starts_without_torch(folder: Path) -> None:
+def test_score_starts_without_torch(folder: Path) -> None:
     flags = ["-X", "importtime", "-m", "grpo_fn.score", "--reward", "math"]
     row = rows_of(r"\boxed{4}", answer="4")
     done = subprocess.run([sys.executable, *flags], input=row, capture_output=True, cwd=folder)

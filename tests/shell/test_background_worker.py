@@ -105,7 +105,7 @@ def test_an_exit_ends_the_call_and_not_the_thread(worker: BackgroundWorker) -> N
     assert worker.submit(int, "3", base=8).result(SOON) == 3
 
 
-def test_what_is_late_is_named_and_where_it_is(worker: BackgroundWorker) -> None:
+def test_a_late_call_is_named_with_the_line_it_waits_at(worker: BackgroundWorker) -> None:
     gate = Event()
     worker.submit(gate.wait, SOON, what="the gate")
     worker.submit(int, what="the next one")

@@ -170,7 +170,7 @@ def late(world: World, sleeper: int, deadline: float) -> tuple[str, str, Any, fl
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("size", "sleeper"), [(2, 0), (4, 3)])
-def test_who_waits_for_a_rank_that_sleeps_says_so_in_time(size, sleeper):
+def test_a_rank_that_waits_for_a_sleeping_one_reports_it_in_time(size, sleeper):
     ranks = crew(size)
     outcomes = ranks.run(late, sleeper, 1.0)
     ranks.dismiss()
@@ -190,7 +190,7 @@ def gone(world: World, dead: int) -> None:
     os._exit(EXIT_LOST)
 
 
-def test_who_waits_for_a_rank_that_is_gone_says_so_at_once():
+def test_a_rank_that_waits_for_a_lost_one_reports_it_at_once():
     size = 4
     begun = time.monotonic()
     outcomes = crew(size).outcomes(gone, 1, grace=20.0)
@@ -220,7 +220,7 @@ def at_length(world: World, deadline: float, raises: bool) -> tuple[str, str, An
 
 
 @pytest.mark.slow
-def test_what_takes_the_main_rank_longer_than_the_deadline_is_waited_for():
+def test_work_of_the_main_rank_may_outlast_the_deadline():
     size = 2
     for rank, (error, _, value, ran) in enumerate(crew(size).run(at_length, 1.0, False)):
         assert (error, value, ran) == ("", 10, [0] * (rank == 0))

@@ -113,6 +113,6 @@ def test_rows_that_are_left_out_are_asked_no_more(name):
         (partial(mixture.arms, tasks={"a": lambda: held_out_only(leveled().test)}), "a, which has no training rows"),
     ],
 )
-def test_what_is_refused_says_got_and_expected(make, message):
+def test_a_refusal_says_got_and_expected(make, message):
     with pytest.raises(ValueError, match=message):
         make()

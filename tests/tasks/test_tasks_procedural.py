@@ -81,7 +81,7 @@ def test_held_out_problems_are_the_same_for_every_run_and_a_larger_set_begins_wi
         ({"template": "no field"}, "expected one that holds {question}"),
     ],
 )
-def test_what_is_refused_says_got_and_expected(changed, message):
+def test_a_refusal_says_got_and_expected(changed, message):
     with pytest.raises(ValueError, match=message):
         made(**changed)
 

@@ -27,6 +27,6 @@ def test_a_random_model_spells_any_text(chat: bool, tmp_path: Path) -> None:
         assert written == f"<|im_start|>user\n{TEXT}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_it_refuses_to_write_over_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_folder_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert make_tiny_model.main(["--random", "--out", str(tmp_path)]) == 2
     assert "expected a free name" in capsys.readouterr().err

@@ -389,7 +389,7 @@ def test_a_function_that_cannot_be_called_is_named_by_its_knob_with_got_and_expe
         (takes_a_knob, r"takes_a_knob\(logp, row, \*, knob\) \(missing a required argument: 'knob'\)"),
     ],
 )
-def test_what_cannot_be_bound_is_said(function: Callable, error: str) -> None:
+def test_a_function_that_cannot_be_bound_is_refused_by_name(function: Callable, error: str) -> None:
     refuse(of_objective(token_loss=function), rf"^step\.Algorithm\.objective\.token_loss: got \S*\.{error}, expected a")
     check(of_objective(token_loss=partial(takes_a_knob, knob=1)))
     for fitting in (takes_anything, torch.add):  # a builtin has no signature

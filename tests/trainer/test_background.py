@@ -54,7 +54,7 @@ def test_there_are_never_two_at_once() -> None:
 
 
 @pytest.mark.parametrize("raised", [ValueError("bad row"), TimeoutError("a socket's own")])
-def test_what_it_raises_comes_out_with_its_name(raised: Exception) -> None:
+def test_an_error_of_the_work_is_raised_with_the_works_name(raised: Exception) -> None:
     def work(should_stop: ShouldStop) -> None:
         raise raised
 
@@ -169,7 +169,7 @@ def failing(world: World, hang: bool) -> tuple[str, str, Any]:
 
 
 @pytest.mark.parametrize(("hang", "error", "text"), [(False, ValueError, "bad row"), (True, TimeoutError, "of step 7")])
-def test_where_it_fails_every_rank_fails_and_may_begin_anew(hang: bool, error: type[Exception], text: str) -> None:
+def test_a_failure_reaches_every_rank_and_new_work_may_start(hang: bool, error: type[Exception], text: str) -> None:
     (name, said, after), *others = crew(2).run(failing, hang)
     assert name == error.__name__
     assert text in said

@@ -359,7 +359,7 @@ def test_a_resumed_run_remembers_what_one_without_a_break_remembers(old, new) ->
 
 
 @pytest.mark.parametrize("rule", health.RULES.values(), ids=health.RULES)
-def test_what_is_forgotten_moves_no_rule(rule) -> None:
+def test_forgotten_steps_move_no_rule(rule) -> None:
     """A run in which everything gets worse; evaluations every 20 steps."""
     length = health.FIRST + health.LAST + 37
     worse = [

@@ -226,7 +226,7 @@ def test_a_reward_that_a_run_could_begin_with_passes(reward: Callable) -> None:
         (with_text_only, r"ZeroDivisionError: .*; expected a finite number or None"),
     ],
 )
-def test_what_is_no_reward_is_named(reward: Callable, said: str) -> None:
+def test_a_function_that_is_no_reward_is_named(reward: Callable, said: str) -> None:
     name = rf"{reward.__module__}\.{reward.__name__}"
     with pytest.raises(ValueError, match=rf"^sections\.Rewards\.reward: {name}, called with problem 7 .*: {said}"):
         tried(reward)

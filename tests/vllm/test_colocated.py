@@ -204,7 +204,7 @@ def test_a_row_may_be_as_long_as_the_model_allows(plain: Case) -> None:
 # -- pushes
 
 
-def test_what_is_held_is_what_was_sent(one: Case) -> None:
+def test_the_engine_holds_the_weights_that_were_sent(one: Case) -> None:
     refill(one.model, 8)
     held = one.sampler.engine.push_weights(export_weights(one.policy(), one.context), version=77)
     assert held is not None

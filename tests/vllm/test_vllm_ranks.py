@@ -49,7 +49,7 @@ def launched(folder: Path, tensor_parallel: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def test_what_is_sampled_is_the_policys(job: tuple[int, list[dict[str, Any]]]) -> None:
+def test_samples_are_the_policys(job: tuple[int, list[dict[str, Any]]]) -> None:
     assert all(gap < CLOSE for rank in job[1] for gap in rank["gaps"])
 
 

@@ -131,7 +131,7 @@ def assert_state(contents: Contents, n: float) -> None:
 
 
 @given(st.dictionaries(names, tensor(), max_size=4), st.lists(tensor(), max_size=3), plain, st.integers(0, 10**9))
-def test_what_is_loaded_is_bitwise_what_was_saved(tensors, listed, extra, step):
+def test_loaded_tensors_are_bitwise_the_saved_ones(tensors, listed, extra, step):
     with fresh() as folder:
         meta = {"extra": extra}
         path = save(Path(folder), step, tensors=tensors, blobs={"blob": {"ts": listed, 3: (extra,)}}, meta=meta)
@@ -246,7 +246,7 @@ def test_the_next_save_waits_for_the_one_before(root, monkeypatch):
     assert_state(load(root / "step_1"), 1.0)
 
 
-def test_what_goes_wrong_beside_is_raised_by_the_next_call_and_once(root, monkeypatch):
+def test_an_error_of_the_writing_thread_is_raised_by_the_next_call_and_once(root, monkeypatch):
     def broken(*args: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 

@@ -79,7 +79,7 @@ def test_a_call_is_answered_and_what_is_wrong_with_it_is_an_observation(server, 
     assert len(answer) <= 300
 
 
-def test_it_is_fit_for_a_run():
+def test_the_environment_is_fit_for_a_run():
     texts = st.text(max_size=20)
     numbers = st.one_of(st.integers(), st.floats(), texts)
     calls = st.one_of(

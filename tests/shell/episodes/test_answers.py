@@ -51,7 +51,7 @@ def test_a_digest_does_not_know_the_order_of_a_mapping(state) -> None:
         (Step(None, (), 0.0, 1), "done: got int, expected True or False"),
     ],
 )
-def test_what_is_no_answer_is_refused(answer, said) -> None:
+def test_values_that_are_no_answers_are_refused(answer, said) -> None:
     with pytest.raises(ValueError, match=said):
         answering(lambda *_: answer)("step", None, Message("assistant", ""), 0)
 

@@ -70,5 +70,5 @@ one_tag = partial(tags, argument="x")
         (one_tag, "1</f>", "got </f>, expected <f>"),
     ],
 )
-def test_what_is_malformed_is_said(read, text: str, said: str) -> None:
+def test_a_malformed_call_is_reported(read, text: str, said: str) -> None:
     assert said in read(text).malformed

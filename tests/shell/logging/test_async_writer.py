@@ -47,7 +47,7 @@ def scalars_and_more(writer: MetricsWriter, step: int, more: dict[str, float]) -
 
 
 @given(st.lists(st.sampled_from(CALLS), max_size=40))
-def test_it_writes_what_a_writer_writes_in_the_same_order(calls: list[Callable]) -> None:
+def test_the_async_writer_writes_what_a_writer_writes_in_the_same_order(calls: list[Callable]) -> None:
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
         patched.setattr(time, "time", lambda: 1e9)  # in events and in the names of their files
         found = []
@@ -61,7 +61,7 @@ def test_it_writes_what_a_writer_writes_in_the_same_order(calls: list[Callable])
     assert found[0] == found[1]
 
 
-def test_it_writes_beside_and_wait_waits(tmp_path: Path) -> None:
+def test_writes_happen_in_a_thread_and_wait_waits_for_them(tmp_path: Path) -> None:
     gate, done, figures = threading.Event(), [], {"a": 1.0}
     with opened(tmp_path) as writer:
         writer.do("a gate", partial(gate.wait, SOON))

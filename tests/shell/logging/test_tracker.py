@@ -156,7 +156,7 @@ def test_a_name_is_drawn_once_a_folder(tmp_path: Path) -> None:
     assert all(name.isalnum() for name in names)
 
 
-def test_what_is_missing_or_unknown_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_or_unknown_destination_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, bad in WRONG:
         expected = rf"tracker\.{name}\.destination: got '{re.escape(bad)}', expected PROJECT:offline"
         with pytest.raises(ValueError, match=expected):

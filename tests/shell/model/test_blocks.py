@@ -112,7 +112,7 @@ def bytes_kept(model: nn.Module) -> int:
     return sum(event.self_cpu_memory_usage for event in profile.key_averages())
 
 
-def test_what_is_recomputed_is_not_kept() -> None:
+def test_recomputed_activations_are_not_kept() -> None:
     assert bytes_kept(changed(family("phi3_fused"), full_checkpointing)) < bytes_kept(family("phi3_fused"))
 
 

@@ -58,7 +58,7 @@ def test_every_turn_of_the_assistant_learns_and_nothing_else(a, b, c, d, e):
     assert row.tokens == demonstrations.last_turn(CHAT, asked, encode=hf.encode_prompt).tokens
 
 
-def test_what_learns_by_each_knob() -> None:
+def test_each_knob_chooses_the_tokens_that_learn() -> None:
     asked = problem(conversation("Hi", "Yes?", "1+1"), "2")
     found = {name: learned(how(CHAT, asked, encode=hf.encode_prompt), CHAT) for name, how in HOWS.items()}
     assert found["last_turn"] == "2<|im_end|>"
@@ -108,13 +108,13 @@ def test_a_template_whose_turns_cannot_be_found_is_refused(template, answer, com
     ],
     ids=["no_completion", "no_prompt", "assistant_first"],
 )
-def test_what_is_no_demonstration_is_refused(asked, complaint) -> None:
+def test_rows_that_are_no_demonstrations_are_refused(asked, complaint) -> None:
     tokenizer = CHAT if isinstance(asked.prompt, Conversation) else BARE
     with pytest.raises(ValueError, match=complaint):
         demonstrations.assistant_turns(tokenizer, asked, encode=hf.encode_prompt)
 
 
-def test_one_that_is_too_long_is_refused_and_each_is_looked_at() -> None:
+def test_the_length_of_every_demonstration_is_checked() -> None:
     how = {"tokenizer": BARE, "demonstration": demonstrations.assistant_turns, "encode": hf.encode_prompt}
     rows = [problem("12", "3"), problem("12345", "678")]
     demonstrations.check_demonstrations(rows, **how, most=9)

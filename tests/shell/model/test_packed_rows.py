@@ -161,7 +161,7 @@ def precise_family(name: str, way: str) -> LogprobModel:
 # Gemma's softmax and soft cap are computed in float32 by its own eager attention.
 @settings(max_examples=max(10, EXAMPLES // 2))
 @given(st.sampled_from(sorted(FAMILIES.keys() - {"gemma2_capped"})), drawn())
-def test_and_to_the_last_digits_of_float64_where_the_model_computes_in_it(name, some):
+def test_packed_rows_agree_to_the_last_digits_of_a_float64_model(name, some):
     expected, got = (found(precise_family(name, which), *some[:2]) for which in WAYS)
     assert_alike(got, expected, 1e-13)
 

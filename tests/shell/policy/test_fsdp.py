@@ -154,7 +154,7 @@ def check_gradients(name: str, f: partial, seed: int) -> None:
     st.integers(1, 80),
     st.sampled_from([0.5, 1.0, 1.7]),
 )
-def test_and_in_float64_at_any_temperature_size_and_token_budget(name, which, seed, rows, micro_tokens, temperature):
+def test_float64_gradients_agree_at_any_temperature_size_and_budget(name, which, seed, rows, micro_tokens, temperature):
     batch = doubled(batch_for(name, seed, rows))
     oracle = FunctionalPolicy(MODELS[name](V).double(), temperature=temperature)
     mine = local(MODELS[name](V).double(), temperature=temperature)

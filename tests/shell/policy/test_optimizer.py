@@ -81,7 +81,7 @@ def written_out(p, grads, *, lr, beta1, beta2, eps, weight_decay):
 
 
 @given(knobs, st.integers(0, 99), st.integers(1, 4))
-def test_it_is_adamw_as_it_is_written(given_knobs, seed, steps):
+def test_an_update_is_adamw_as_published(given_knobs, seed, steps):
     model = net(seed)
     before = [p.detach().clone() for p in model.parameters()]
     made, grads = optimizer.adamw(model.parameters(), **given_knobs), gradients(model, seed, steps)

@@ -372,7 +372,7 @@ def faulty(world: World, error: BaseException, max_staleness: int, use: str) -> 
         (2, 2, "sample", SystemExit(3)),
     ],
 )
-def test_what_goes_wrong_in_a_thread_is_raised_at_use_on_every_rank(size, max_staleness, use, error):
+def test_an_error_in_a_thread_is_raised_at_use_on_every_rank(size, max_staleness, use, error):
     other, own = ranks(size, faulty, error, max_staleness, use)
     if isinstance(error, SystemExit):
         assert type(own) is RuntimeError
@@ -384,7 +384,7 @@ def test_what_goes_wrong_in_a_thread_is_raised_at_use_on_every_rank(size, max_st
     assert str(other).startswith("completions of problems 6 to 7, 2 completions each: rank 1: ")
 
 
-def test_what_failed_can_be_requested_again():
+def test_a_failed_batch_can_be_requested_again():
     made = loaded(Engine(meet=failing_at(2, [Broken("once")])), 1, batches=1)
     with pytest.raises(Broken):
         made.sample(stream(2, 2), 2, key=KEY)
@@ -415,7 +415,7 @@ def test_an_engine_that_hangs_is_waited_for_until_the_deadline(size, use):
         assert all(type(other) is Elsewhere and late in str(other) for other in others)
 
 
-def test_what_would_be_too_stale_is_refused():
+def test_a_batch_that_would_be_too_stale_is_refused():
     made = loaded(Engine(), 2, batches=1)
     for number in (1, 2, 3):
         made.load(Weights(number))
@@ -432,7 +432,7 @@ def test_what_would_be_too_stale_is_refused():
         ((problem(2, "not"), problem(3, "one")), 2, KEY, "each, with other prompts or another key, expected"),
     ],
 )
-def test_what_was_not_predicted_is_sampled_at_once(problems, group_size, key, said):
+def test_a_batch_that_was_not_predicted_is_sampled_at_once(problems, group_size, key, said):
     made = loaded(Engine(), 2, batches=1)
     made.load(Weights(1))
     same_rollout(made.sample(problems, group_size, key=key), drawn(1, 1, problems, group_size, key))

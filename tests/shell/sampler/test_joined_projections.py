@@ -188,7 +188,7 @@ def own_forward(attention: nn.Module) -> None:
         (own_forward, "got a module with a forward of its own"),
     ],
 )
-def test_what_cannot_be_joined_is_named(change: Callable[[nn.Module], object] | None, said: str) -> None:
+def test_projections_that_cannot_be_joined_are_named(change: Callable[[nn.Module], object] | None, said: str) -> None:
     module = qwen2_tied(VOCABULARY)
     if change is None:
         attach(module, LoRA(rank=2, alpha=4.0, dropout=0.0, targets=("q_proj",)))

@@ -121,7 +121,7 @@ def policy(module: nn.Module, temperature: float, lr: float = 0.1) -> FSDPPolicy
     return local(module, temperature=temperature, optimizer=optimizer, **knobs)
 
 
-def test_it_neither_reads_nor_moves_the_global_generator():
+def test_sampling_neither_reads_nor_moves_the_global_generator():
     s = sampler()  # making its model draws
     torch.manual_seed(1)
     state = torch.get_rng_state()

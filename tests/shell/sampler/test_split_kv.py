@@ -196,7 +196,7 @@ def test_why_it_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda_steps.kernel_import_problem.cache_clear()
 
 
-def test_what_it_does_not_cover_is_said() -> None:
+def test_models_that_the_kernel_does_not_cover_are_named() -> None:
     module = FAMILIES["qwen3_untied"](VOCABULARY)
     assert cuda_steps.split_kv_uncovered_reason(module) is None
     module.config.num_attention_heads, module.config.num_key_value_heads = 130, 2
@@ -211,7 +211,7 @@ def test_what_it_does_not_cover_is_said() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "dtype"), [(80, "fp32"), (90, "bf16")])
-def test_it_compiles_for_a_card_that_is_not_here(architecture: int, dtype: str) -> None:
+def test_the_kernel_compiles_for_an_absent_card(architecture: int, dtype: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: no kernel of it can be compiled")
     program = Path(__file__).parents[2] / "helpers" / "compiled_kernels.py"
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[3])}

@@ -240,7 +240,7 @@ def test_every_load_is_a_version_for_every_sampler() -> None:
     assert sent.keys() == MODEL.state_dict().keys()
 
 
-def test_what_concerns_the_engine_goes_to_it() -> None:
+def test_calls_and_figures_of_the_engine_pass_through_the_sampler() -> None:
     engine = Engine()
     asking = sampler(engine)
     asking.rest()

@@ -69,7 +69,7 @@ def test_adapters_are_merged_under_plain_names(name, seed):
 
 
 @given(dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), name=st.sampled_from(list(MODELS)))
-def test_they_come_in_the_dtype_that_is_computed_in(dtype, name):
+def test_exported_weights_have_the_dtype_of_the_computation(dtype, name):
     model = MODELS[name](VOCABULARY)
     its = replace(context(model), dtype=dtype)
     for key, x in export_weights(local(model), its):
