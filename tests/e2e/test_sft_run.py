@@ -108,19 +108,9 @@ def test_grpo_begins_with_its_model_and_mixes_its_demonstrations_in(data: Path, 
 
 def test_bad_data_is_refused_with_its_row_before_a_run_folder_is_made(cache: Path, data: Path, tmp_path: Path) -> None:
     """Every fault of a row: tests/tasks. Of 80 rows and this one, ten steps draw every one."""
-    rows = data.read_text().splitlines()
-    for line, complaint in (
-        ('{"prompt": "1+1"}', "expected also completion"),
-        (json.dumps({"prompt": "1+1", "completion": "\\boxed{2} " * 60}), "expected at most 128, as many as the model"),
-    ):
-        (path := tmp_path / "bad.jsonl").write_text("\n".join([*rows, line]))
-        argv = supervised(cache, tmp_path / "run", path, "--gin_param", "STEPS=10")
-        assert finish(argv, tmp_path / "out") == 2
-        assert complaint in (tmp_path / "out").read_text()
-        assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_a_stage_has_no_groups(cache: Path, data: Path, tmp_path: Path) -> None:
-    argv = supervised(cache, tmp_path / "run", data, "--dry_run", supervised__Stage__group_size=2)
+    line = json.dumps({"prompt": "1+1", "completion": "\\boxed{2} " * 60})
+    (path := tmp_path / "bad.jsonl").write_text("\n".join([*data.read_text().splitlines(), line]))
+    argv = supervised(cache, tmp_path / "run", path, "--gin_param", "STEPS=10")
     assert finish(argv, tmp_path / "out") == 2
-    assert "expected one of objective, prompts, epochs, minibatches" in (tmp_path / "out").read_text()
+    assert "expected at most 128, as many as the model" in (tmp_path / "out").read_text()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -27,85 +27,26 @@ from grpo_fn.algo import (
 )
 from grpo_fn.core.types import Batch
 
-# Every kind of function: its module, its positional parameters, and some that must be found.
+# Every kind of function: its module and its positional parameters.
 KINDS = [
-    (
-        advantage,
-        ("reward", "valid"),
-        {
-            *("group_normalized", "mean_centered", "leave_one_out", "leave_one_out_normalized"),
-            *("leave_one_out_others_std", "pass_at_k", "max_rl", "rewards_as_labels"),
-        },
-    ),
-    (advantage, ("value", "energy", "mask"), {"optimal_token_baseline"}),
-    (advantage, ("logp", "group"), {"label_weights"}),
-    (
-        credit,
-        ("scored",),
-        {
-            *("outcome", "outcome_minus_kl", "outcome_length_baseline", "reward_to_go", "per_part", "token_baseline"),
-            *("token_whitened", "row_whitened", "batch_scaled", "turn_returns", "group_in_group"),
-        },
-    ),
-    (distillation, ("scored",), {"teacher_gap", "early_teacher_gap", "teacher_reweighted"}),
-    (distillation, ("steps",), {"linear_share"}),
-    (masking, ("rollout", "adv"), {"drop_truncated", "drop_incomparable", "drop_zero_advantage"}),
-    (masking, ("batch", "key"), {"clip_cov_tokens", "kl_cov_tokens", "second_moment_tokens"}),
-    (objective, ("logp", "row"), {"k1_ratio", "k2", "k3", "k3_ratio"}),
-    (
-        losses,
-        ("logp", "row"),
-        {
-            *("reinforce", "clipped_ratio", "dual_clip", "sequence_ratio", "sequence_ratio_token", "cispo", "sapo"),
-            *("gmpo", "dppo_tv", "clip_cov", "kl_cov", "masked_ratio"),
-            *("vespo", "dppo_kl", "masked_reinforce", "dro", "future_weighted"),
-        },
-    ),
-    (
-        corrections,
-        ("logp", "row"),
-        {
-            *(
-                "truncated_weight",
-                "masked_weight",
-                "off_policy_sequence_mask",
-                "weight_and_mask",
-                "rejected_row",
-                "outlier_row",
-            ),
-        },
-    ),
-    (supervised, ("logp", "row"), {"uncertain_tokens"}),
-    (supervised, ("steps",), {"constant_share", "decaying_share"}),
-    (supervised, ("scored",), {"demonstrations", "observations"}),
-    (
-        objective,
-        ("batch", "totals"),
-        {
-            *("token_mean", "sequence_mean", "constant_length", "prompt_mean"),
-            *("sequence_mean_over_samples", "constant_length_over_samples"),
-        },
-    ),
-    (objective, ("gain", "measured"), {"adaptive_kl", "adaptive_entropy"}),
-    (group_sampling, ("explore", "carried", "prompts"), {"dynamic"}),
+    (advantage, ("reward", "valid")),
+    (advantage, ("value", "energy", "mask")),
+    (advantage, ("logp", "group")),
+    (credit, ("scored",)),
+    (distillation, ("scored",)),
+    (distillation, ("steps",)),
+    (masking, ("rollout", "adv")),
+    (masking, ("batch", "key")),
+    (objective, ("logp", "row")),
+    (losses, ("logp", "row")),
+    (corrections, ("logp", "row")),
+    (supervised, ("logp", "row")),
+    (supervised, ("steps",)),
+    (supervised, ("scored",)),
+    (objective, ("batch", "totals")),
+    (objective, ("gain", "measured")),
+    (group_sampling, ("explore", "carried", "prompts")),
 ]
-# Presets of gin/algo that have a line in docs/algorithms/catalogue.md and a loop in reference.py; a new one need not.
-KNOWN_PRESETS = {
-    *(
-        "grpo",
-        "dr_grpo",
-        "dapo",
-        "gspo",
-        "cispo",
-        "rloo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "sapo",
-    ),
-    *("gmpo", "dppo", "clip_cov", "kl_cov", "gdpo", "max_rl", "pass_at_k"),
-    *("luspo", "vespo", "dppo_kl", "glm5", "dro", "fipo", "m2po", "opo", "otb", "real"),
-    *("opd", "mopd", "iw_opd", "rlsd", "sdft", "sdpo", "chord", "echo", "prompt_mean"),
-}
 # Losses whose trust region is around the sampler, whatever logp_old is.
 AROUND_THE_SAMPLER = {"dppo_tv", "masked_ratio", "vespo", "dppo_kl", "masked_reinforce"}
 # Values of knobs whose range matters, by module and name.

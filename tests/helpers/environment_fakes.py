@@ -14,14 +14,9 @@ def start(problem: Problem, key: int) -> Start:
     return Start({"left": 3, "seen": []}, (Message("user", problem.prompt),))
 
 
-def long_start(problem: Problem, key: int) -> Start:
-    """A start with 200 more digits to read."""
-    return start(problem._replace(prompt=problem.prompt + "7" * 200), key)
-
-
 def long_where_asked(problem: Problem, key: int) -> Start:
-    """A long start for problems whose answer says so; nothing in their prompts shows it."""
-    return (long_start if problem.answer == "long" else start)(problem, key)
+    """A start with 200 more digits to read for problems whose answer says so; nothing in their prompts shows it."""
+    return start(problem._replace(prompt=problem.prompt + "7" * 200 * (problem.answer == "long")), key)
 
 
 def step(state: dict, message: Message, key: int) -> Step:

@@ -28,19 +28,8 @@ def draws_without_the_key(state, message, key, *, limit):
     return step(state, message, key, limit=limit)._replace(reward=float(secrets.randbits(40)))
 
 
-def remembers(state, message, key, *, limit):
-    seen.append(message)
-    return step(state, message, key, limit=limit)._replace(reward=float(len(seen)))
-
-
 def appends_to_the_state(state, message, key, *, limit):
     state["words"].append(len(message.content))
-    return step(state, message, key, limit=limit)
-
-
-def empties_the_arguments(state, message, key, *, limit):
-    for call in message.calls:
-        call.arguments.clear()
     return step(state, message, key, limit=limit)
 
 
@@ -63,16 +52,6 @@ def keeps_a_set(state, message, key, *, limit):
     return answer._replace(state={**answer.state, "seen": {message.content}})
 
 
-def keeps_a_tuple(state, message, key, *, limit):
-    answer = step(state, message, key, limit=limit)
-    return answer._replace(state={**answer.state, "words": tuple(answer.state["words"])})
-
-
-def keeps_numbers_as_keys(state, message, key, *, limit):
-    answer = step(state, message, key, limit=limit)
-    return answer._replace(state={**answer.state, "by_turn": {answer.state["turns"]: 1}})
-
-
 def goes_by_identity(state, message, key, *, limit):
     """What the state was stored as is another list."""
     answer = step(state, message, key, limit=limit)
@@ -92,26 +71,10 @@ def joins_a_set(state, message, key, *, limit):
     return answer if answer.done else answer._replace(messages=(Message("user", said),))
 
 
-def returns_a_tuple(state, message, key, *, limit):
-    return tuple(step(state, message, key, limit=limit))
-
-
 def rewards_with_text(state, message, key, *, limit):
     return step(state, message, key, limit=limit)._replace(reward="1")
-
-
-def rewards_with_nan(state, message, key, *, limit):
-    return step(state, message, key, limit=limit)._replace(reward=float("nan"))
-
-
-def says_nothing(state, message, key, *, limit):
-    return step(state, message, key, limit=limit)._replace(messages=())
 
 
 def speaks_for_the_policy(state, message, key, *, limit):
     answer = step(state, message, key, limit=limit)
     return answer._replace(messages=tuple(one._replace(role="assistant") for one in answer.messages))
-
-
-def starts_with_nothing(problem, key):
-    return start(problem, key)._replace(messages=())

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from environment_fakes import TALK, THREE_TURNS
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.core.environment import Environment, Message, ToolCall
+from grpo_fn.core.environment import Environment, Message
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.answers import Answer, EnvironmentCall, decode_answer
 from grpo_fn.shell.episodes.chat_format import TextFormat, no_calls, text
@@ -24,11 +24,6 @@ class Digits(TextFormat):
 
 def ends_with_one(tokenizer: PreTrainedTokenizerBase) -> Digits:
     return Digits(tokenizer, no_calls)
-
-
-def calls_repeat(tokenizer: PreTrainedTokenizerBase) -> Digits:
-    """Whatever is written is a call of the tool `repeat`."""
-    return Digits(tokenizer, lambda text: ("", (ToolCall("repeat", {"text": text, "times": 2}),), ""))
 
 
 class Late:

@@ -108,15 +108,10 @@ def with_adapters(folder: Path, size: int) -> dict[str, object]:
     for name, p in trained.items():
         torch.testing.assert_close(p.grad.full_tensor(), whole[name].grad, rtol=1e-4, atol=1e-7)
     assert all(p.grad is None for p in root.parameters() if not p.requires_grad)
-    return {"gathered": {name: p.full_tensor() for name, p in trained.items()}, "whole": whole}
-
-
-def seen(folder: Path, size: int) -> dict[str, object]:
-    adapters = with_adapters(folder, size)
-    detached = {key: {name: x.detach() for name, x in held.items()} for key, held in adapters.items()}
-    return {**filled(folder, size), "adapters": detached}
+    gathered = {name: p.full_tensor().detach() for name, p in trained.items()}
+    return {"gathered": gathered, "whole": {name: p.detach() for name, p in whole.items()}}
 
 
 def seen_of_all(world: World, models: list[Path]) -> list[dict[str, object]]:
     """What it saw of every model."""
-    return [seen(folder, world.size) for folder in models]
+    return [{"adapters": with_adapters(x, world.size), **filled(x, world.size)} for x in models]

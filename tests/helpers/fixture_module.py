@@ -50,10 +50,6 @@ def outer(x, *, inner):
     return inner(x)
 
 
-def open_ended(x, *, known, **rest):
-    return x, known, rest
-
-
 def typed(x, *, count: int, ratio: float, name: str, flag: bool):
     return x
 

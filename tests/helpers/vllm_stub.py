@@ -162,8 +162,7 @@ class Handler(BaseHTTPRequestHandler):
             with suppress(OSError):
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{")
             return None
-        status, said = ROUTES[split.path](stub, sent)
-        return self.answer(status, said)
+        return self.answer(*answer_to(stub, split.path, sent))
 
     def drop(self):
         """Hang up."""
@@ -180,6 +179,53 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
 
+def answer_to(stub, path, sent):
+    """Status and body."""
+    match path:
+        case "/inference/v1/generate":
+            return 200, generate(stub, sent)
+        case "/v1/completions":
+            return prompt_logprobs(stub, sent["prompt"])
+        case "/collective_rpc":
+            return 200, {"results": [ask_workers(stub, sent["method"])]}
+        case "/get_world_size":
+            return 200, {"world_size": 1}
+        case "/weight_info":
+            return 200, {"weight_version": stub.label}
+        case "/v1/models":
+            return 200, {"data": [{"id": "teacher", "max_model_len": 4096}]}
+        case "/detokenize":
+            return 200, {"prompt": stub.tokenizer.decode(sent["tokens"])}
+        case "/pause":
+            with stub.between:
+                stub.resting.clear()
+        case "/resume":
+            stub.resting.set()
+        case "/init_weight_transfer_engine":
+            stub.folder = Path(sent["init_info"]["folder"])
+        case "/start_weight_update":
+            if stub.coming is not None or stub.folder is None:
+                return 500, {"error": "start_weight_update called while an update is active, or before a meeting"}
+            stub.coming = []
+        case "/update_weights":
+            data = (stub.folder / sent["update_info"]["name"]).read_bytes()
+            assert hashlib.sha256(data).hexdigest() == sent["update_info"]["sha256"]
+            stub.coming.extend(load(data).values())
+            stub.torn = True
+        case "/finish_weight_update":
+            stub.received = stub.weights = checksum(stub.coming)
+            stub.coming, stub.torn = None, False
+        case "/update_weight_version":
+            stub.label = sent["new_version"]
+        case "/reset_prefix_cache":
+            return 200, {"success": True}
+        case "/health" | "/abort_requests":
+            pass
+        case _:
+            raise LookupError(f"got {path}, expected a path of vLLM's server")
+    return 200, {}
+
+
 def generate(stub, sent):
     """A completion; a pause holds it up, and it begins with what is there then."""
     length = sent["sampling_params"]["max_tokens"]
@@ -189,99 +235,30 @@ def generate(stub, sent):
     content = [{"token_id": t, "logprob": -t / 7, "top_logprobs": []} for t in tokens]
     spans = [{"version": label, "start": 0, "end": length}]
     choice = {"index": 0, "finish_reason": "length", "token_ids": tokens}
-    return 200, {"choices": [{**choice, "logprobs": {"content": content}, "weight_versions": spans}]}
+    return {"choices": [{**choice, "logprobs": {"content": content}, "weight_versions": spans}]}
 
 
-def ask_workers(stub, sent):
+def ask_workers(stub, method):
     """What the worker extension says."""
-    match sent["method"]:
+    wrong = checksum([torch.ones(2)])
+    match method:
         case "grpo_described":
-            return 200, {"results": [{**stub.described, "updating": stub.coming is not None}]}
+            return {**stub.described, "updating": stub.coming is not None}
         case "grpo_abandoned":
             stub.coming, stub.torn = None, stub.torn or stub.coming is not None
-            return 200, {"results": [{}]}
+            return {}
         case "grpo_receipt":
-            wrong = checksum([torch.ones(2)])
             held = stub.weights if stub.corrupt in (False, "received") else wrong
             received = wrong if stub.corrupt == "received" else stub.received
-            return 200, {"results": [{"received": list(received), "held": list(held), "replica": 0}]}
         case "grpo_opened":
-            held = stub.opened if stub.corrupt != "hidden" else checksum([torch.ones(2)])
-            return 200, {"results": [{"received": list(stub.opened), "held": list(held), "replica": 0}]}
+            held, received = wrong if stub.corrupt == "hidden" else stub.opened, stub.opened
+    return {"received": list(received), "held": list(held), "replica": 0}
 
 
-def pause(stub, sent):
-    with stub.between:
-        stub.resting.clear()
-    return 200, {}
-
-
-def resume(stub, sent):
-    stub.resting.set()
-    return 200, {}
-
-
-def begin(stub, sent):
-    if stub.coming is not None or stub.folder is None:
-        return 500, {"error": "start_weight_update called while a weight update is already active, or before a meeting"}
-    stub.coming = []
-    return 200, {}
-
-
-def join(stub, sent):
-    stub.folder = Path(sent["init_info"]["folder"])
-    return 200, {}
-
-
-def take(stub, sent):
-    data = (stub.folder / sent["update_info"]["name"]).read_bytes()
-    assert hashlib.sha256(data).hexdigest() == sent["update_info"]["sha256"]
-    stub.coming.extend(load(data).values())
-    stub.torn = True
-    return 200, {}
-
-
-def finish(stub, sent):
-    stub.received = stub.weights = checksum(stub.coming)
-    stub.coming, stub.torn = None, False
-    return 200, {}
-
-
-def relabel(stub, sent):
-    stub.label = sent["new_version"]
-    return 200, {}
-
-
-def prompt_logprobs(stub, sent):
+def prompt_logprobs(stub, tokens):
     """Log-probs of a prompt's tokens, each a function of it and of the one before; none of the `unknown` one."""
-    tokens = sent["prompt"]
     if (odd := max(tokens)) >= stub.vocabulary:
         return 400, {"error": {"message": f"Token id {odd} is out of vocabulary"}}
     pairs = pairwise(tokens)
     found = [None if b == stub.unknown else {str(b): {"logprob": -1.0 - (a * 31 + b) % 97 / 7}} for a, b in pairs]
     return 200, {"choices": [{"index": 0, "finish_reason": "length", "prompt_logprobs": [None, *found]}]}
-
-
-def said(**words):
-    return lambda stub, sent: (200, words)
-
-
-ROUTES = {
-    "/health": said(),
-    "/get_world_size": said(world_size=1),
-    "/weight_info": lambda stub, sent: (200, {"weight_version": stub.label}),
-    "/inference/v1/generate": generate,
-    "/v1/completions": prompt_logprobs,
-    "/v1/models": said(data=[{"id": "teacher", "max_model_len": 4096}]),
-    "/detokenize": lambda stub, sent: (200, {"prompt": stub.tokenizer.decode(sent["tokens"])}),
-    "/collective_rpc": ask_workers,
-    "/pause": pause,
-    "/resume": resume,
-    "/reset_prefix_cache": said(success=True),
-    "/abort_requests": said(),
-    "/init_weight_transfer_engine": join,
-    "/start_weight_update": begin,
-    "/update_weights": take,
-    "/finish_weight_update": finish,
-    "/update_weight_version": relabel,
-}

@@ -1,6 +1,5 @@
 """tools/launch/torchrun.sh: all devices of a machine, its own errors, restarts, stops."""
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -8,14 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch.launching import (
     LAUNCH,
-    Started,
     agent_arguments,
     environment,
     flags,
     listening_python,
     program,
     run,
-    steps,
     trace,
 )
 
@@ -103,23 +100,3 @@ def test_bad_input_that_two_ranks_find_is_one_line(tmp_path: Path) -> None:
     assert "got 'none', expected a gin value" in line
     assert not any(word in done.stderr for word in ("signal", "workers", "OMP_NUM_THREADS", "Traceback")), done.stderr
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_the_last_attempts_exit_code_is_the_ranks_that_failed(tmp_path: Path) -> None:
-    done = run([SCRIPT, "--nproc=1", "--max-restarts=0", *flags(tmp_path, FAULT=9)], environment())
-    assert done.returncode == 9, done.stderr
-
-
-@pytest.mark.slow
-def test_a_stopped_run_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    command = [SCRIPT, "--nproc=2", *flags(tmp_path, STEPS=60, SAVE=0.5)]
-    with Started(command, environment(), tmp_path / "log") as launch:
-        launch.until(lambda: len(steps(tmp_path / "run")) >= 2)
-        launch.process.send_signal(signal.SIGTERM)
-        assert launch.code() == 75, launch.log.read_text()
-    before = steps(tmp_path / "run")
-    assert 2 <= len(before) < 60
-    assert run(command, environment()).returncode == 0
-    for rank in (0, 1):
-        assert steps(tmp_path / "run", rank) == list(range(1, 61))

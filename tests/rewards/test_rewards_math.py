@@ -512,7 +512,6 @@ def failures(name, *, every):
 
 
 # Rows with an empty box in their solution. Everything else parses and equals itself.
-UNSCORABLE = {"math/train.jsonl": [5341, 5343]}
 PUBLISHED = {"math/train.jsonl": 7500, "math/test.jsonl": 5000, "math/math500.jsonl": 500}
 SMALL = {"aime/aime24.jsonl": 30, "aime/aime25.jsonl": 30, "amc/amc23.jsonl": 40}
 

@@ -96,7 +96,7 @@ def test_left_it_stops_what_is_at_work_and_soon() -> None:
 
 
 BUSY = """
-import sys, threading, time
+import sys, threading
 import torch
 from grpo_fn.trainer.background import Background
 from grpo_fn.shell.world import alone
@@ -113,7 +113,6 @@ def work(should_stop):
 with Background(alone(torch.device("cpu")), deadline=60.0) as background:
     background.start_task("the work", work)
     begun.wait(60.0)
-    time.sleep(0.05)
 sys.exit(75)
 """
 
@@ -126,24 +125,25 @@ def test_the_exit_code_is_the_process_s_own_whatever_torch_is_at() -> None:
 # -- on many ranks
 
 
-def poll_until_over(world: World, value: str, seconds: float) -> tuple[list[Any], int]:
+def poll_until_over(world: World, value: str) -> tuple[list[Any], int]:
     """What each look found until it was over, on this rank, and how often this rank worked."""
-    ran, found = [], []
+    ran, found, looked = [], [], threading.Event()
 
     def work(should_stop: ShouldStop) -> str:
         ran.append(world.rank)
-        time.sleep(seconds)
+        looked.wait(FOREVER)
         return value
 
     with Background(world, deadline=FOREVER) as background:
         background.start_task("the work", work)
         while not found or found[-1] is None:
             found.append(background.poll_result(first, patience=0.05))
+            looked.set()
         return found, len(ran)
 
 
 def test_every_rank_gets_the_same_and_the_main_one_alone_works() -> None:
-    (found, worked), *others = crew(2).run(poll_until_over, "done", 0.3)
+    (found, worked), *others = crew(2).run(poll_until_over, "done")
     assert found[0] is None
     assert found[-1] == ("done",)
     assert worked == 1

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from e2e.running import metrics
-from e2e.test_recipes import SIGNAL, TINY, flags, instructions, k8s, learnt
+from e2e.test_recipes import SIGNAL, TINY, data_of, flags, instructions, learnt
 
 from experiments.tiny.models import Sizes, make_random
 
-__all__ = ["instructions"]  # a fixture that k8s asks for
+__all__ = ["instructions"]  # a fixture that data_of asks for
 pytestmark = pytest.mark.xdist_group("vllm")
 PROJECT = Path(__file__).resolve().parents[2]
 PATIENCE = 300.0  # seconds; a process that imports vLLM, and two steps
@@ -47,8 +47,7 @@ def ran(bindings: Mapping[str, Any], folder: Path) -> str:
 
 
 def test_two_steps_of_math_k8s_16gpu(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> None:
-    recipe = k8s(request)
-    ran(recipe.given | TINY | SMALLER | {"MODEL": model}, tmp_path)
+    ran(data_of("math_k8s_16gpu", request) | TINY | SMALLER | {"MODEL": model}, tmp_path)
     learnt(tmp_path / "run", overflows=False)
     steps = metrics(tmp_path / "run")[1:]
     assert all(row["engine/verified"] == 1 for row in steps)

@@ -125,13 +125,14 @@ OBSERVATION = {"type": "observation", "data": {"observation": {"text": "look"}, 
 @contextmanager
 def answering(*answers):
     """A server that gives these answers, one a message; None: it is silent; an exception: it hangs up."""
+    over = threading.Event()
 
     def talk(connection):
         for answer in answers:
             connection.recv()
             if answer is None:
-                time.sleep(2.0)
-            elif answer is ConnectionError:
+                over.wait(60.0)
+            if answer in (None, ConnectionError):
                 return
             connection.send(answer if isinstance(answer, str) else json.dumps(answer))
 
@@ -141,6 +142,7 @@ def answering(*answers):
         try:
             yield f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
         finally:
+            over.set()
             server.shutdown()
             thread.join()
 

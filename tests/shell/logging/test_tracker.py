@@ -102,7 +102,7 @@ def mirrored(mirror: tracker.Mirror, run_dir: Path, start: int, stop: int) -> No
 def test_offline_files_hold_every_scalar_and_resuming_goes_on_as_the_same_run(wandb: None, tmp_path: Path) -> None:
     run_dir, mirror = tmp_path / "first", tracker.wandb(destination="tests:offline")
     mirrored(mirror, run_dir, 0, 3)
-    time.sleep(1.1)  # their folders are named by the second
+    time.sleep(1.01 - time.time() % 1)  # to the next second, by which their folders are named
     mirrored(mirror, run_dir, 3, 5)
     found = kept(run_dir)
     history = [{"/".join(i.nested_key) or i.key: i.value_json for i in r.history.item} for r in found]

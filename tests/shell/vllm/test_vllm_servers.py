@@ -295,7 +295,7 @@ def test_before_the_first_push_all_servers_are_waited_for_until_the_deadline(fol
     servers.close()
     patient = engine(stubs, folder)
     stubs[1].kill()
-    threading.Timer(0.3, stubs[1].start).start()
+    threading.Timer(0.05, stubs[1].start).start()
     patient.push_weights(weights(1), version=1)
     assert patient.figures()["engine/servers"] == 2
     patient.close()
