@@ -103,7 +103,7 @@ def definitions_without_docstring(source: str) -> list[str]:
     return [*(["1: the module"] if tree.body and ast.get_docstring(tree) is None else []), *messages]
 
 
-def test_what_a_user_can_name_has_args_returns_and_raises() -> None:
+def test_names_for_users_have_args_returns_and_raises() -> None:
     in_gin, in_catalogue = {*gin_targets()}, {*catalogue_targets()}
     assert len(in_gin) > 100
     assert len(in_catalogue) > 50

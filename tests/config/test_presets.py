@@ -74,7 +74,7 @@ def bound_for(function: Callable, bindings: Bindings) -> dict[str, object]:
     return bindings.knobs.get(("", function), {})
 
 
-def test_what_all_presets_share_binds_every_knob_of_an_algorithm_but_those_of_the_run() -> None:
+def test_the_shared_preset_binds_every_knob_of_an_algorithm_but_those_of_the_run() -> None:
     """Or what was laid under a preset would show through."""
     shared = read("algorithm.gin")
     assert bound_for(Algorithm, shared).keys() == {knob.name for knob in fields(Algorithm)} - OF_THE_RUN

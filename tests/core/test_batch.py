@@ -107,7 +107,7 @@ def adv() -> Tensor:
 
 
 @given(masks((P, G)))
-def test_what_could_not_be_scored_neither_learns_nor_counts(valid):
+def test_unscored_rows_neither_learn_nor_count(valid):
     seen = rollout()
     batch = make_batch(seen, valid, adv(), torch.full((6, T), -2.0), torch.full((6, T), -3.0), torch.full((6, T), -4.0))
     assert torch.equal(batch.mask, seen.mask & valid.flatten()[:, None])

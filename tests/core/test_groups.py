@@ -41,7 +41,7 @@ def rollouts(draw: st.DrawFn, episodes: bool | None = None) -> Rollout:
 
 
 @given(rollouts())
-def test_what_is_unpacked_is_what_was_packed(rollout: Rollout) -> None:
+def test_unpacked_groups_are_the_packed_ones(rollout: Rollout) -> None:
     got = unpack_rollout(pack_rollout(rollout))
     assert got[4:] == rollout[4:]
     assert all(torch.equal(a, b) for a, b in zip(got[:4], rollout[:4], strict=True))

@@ -34,7 +34,7 @@ def test_rows_come_back_with_their_lines_whatever_is_between(tmp_path_factory, r
         ("null", "x:1: got a JSON NoneType, expected an object with a name"),
     ],
 )
-def test_what_is_no_object_is_refused(line: str | bytes, complaint: str) -> None:
+def test_a_line_that_is_no_object_is_refused(line: str | bytes, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         json_object("x:1", line, expected="an object with a name")
 

@@ -59,7 +59,7 @@ def test_is_the_statistic_of_the_unmasked_values(name, table, dim):
 
 @every_statistic
 @given(tables(), st.sampled_from(GARBAGE))
-def test_what_is_behind_the_mask_has_no_say(name, table, garbage):
+def test_a_masked_mean_ignores_values_behind_the_mask(name, table, garbage):
     f, (x, mask) = STATISTICS[name], table
     dirty = torch.where(mask, x, garbage)
     assert torch.equal(f(dirty, mask, dim=-1), f(x, mask, dim=-1))

@@ -45,7 +45,7 @@ def test_the_sampled_tokens_are_the_same_ids_behind_the_other_prompt(case):
 
 
 @given(rollouts())
-def test_what_was_found_of_a_token_is_back_at_its_place(case):
+def test_values_of_tokens_return_to_their_places(case):
     rollout, prompts = case
     moved = change_prompts(rollout, prompts)
     back = restore_places(moved.logp_sampled, prompts, rollout)

@@ -93,7 +93,7 @@ def test_a_prompt_too_long_for_the_model_is_found_wherever_it_is(model: Path, da
     refused(argv, tmp_path, *said)
 
 
-def test_what_a_command_names_and_is_not_there(cache: Path, data: Path, tmp_path: Path) -> None:
+def test_files_devices_and_models_that_a_command_names_must_exist(cache: Path, data: Path, tmp_path: Path) -> None:
     where = ["--run_dir", str(tmp_path / "run")]
     unknown = command(cache, tmp_path / "run", credit__outcome__advantage="@advantage.centred")
     refused(unknown, tmp_path, "centred", "centered")

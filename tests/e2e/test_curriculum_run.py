@@ -137,7 +137,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused_before_a_model_is_made(cache: Path, name: str) -> None:
+def test_a_curriculum_that_does_not_fit_is_refused_before_a_model_is_made(cache: Path, name: str) -> None:
     changes, message = REFUSED[name]
     assert message in refusal(arguments(cache, None, **changes))
 

@@ -67,7 +67,7 @@ ECHO = (*EPISODES, "--gin_file", "algo/echo.gin")
 
 
 @pytest.mark.slow
-def test_what_environments_wrote_is_learned_alike_by_two_ranks(cache: Path, tmp_path: Path) -> None:
+def test_two_ranks_learn_alike_from_observations(cache: Path, tmp_path: Path) -> None:
     """By a model that is spread over them: losses, gradients and weights, and of other ones than without it."""
     whole, plain = tmp_path / "whole", tmp_path / "plain"
     for run, more in ((whole, {}), (plain, {"step__Algorithm__beside": []})):

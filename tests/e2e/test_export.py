@@ -104,7 +104,7 @@ def test_the_adapter_folder_on_its_base_says_what_the_merged_model_says(adapted:
         ("", ["--adapter"], "expected a checkpoint of a run with LoRA"),
     ],
 )
-def test_what_cannot_be_exported_is_said_and_nothing_is_written(
+def test_a_folder_that_cannot_be_exported_is_named_and_nothing_is_written(
     whole: Path, tmp_path: Path, source: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export.main([str(whole / source), str(tmp_path / "out"), *flags]) == 2

@@ -94,7 +94,7 @@ def test_a_rank_that_hangs_is_waited_for_until_the_deadline(
     ],
     ids=["NaN, before the weights are touched", "a full disk"],
 )
-def test_what_a_rank_can_say_before_it_goes_is_said_by_all(
+def test_an_error_of_one_rank_is_reported_by_all(
     cache: Path, tmp_path: Path, doom: Doom, said: tuple[str, ...], code: int
 ) -> None:
     over = doomed(cache, tmp_path, 2, doom)

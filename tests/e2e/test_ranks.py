@@ -144,7 +144,7 @@ def test_a_mesh_that_does_not_fit_is_refused_and_nothing_starts(cache: Path, tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_what_the_main_rank_alone_finds_is_said_once(cache: Path, tmp_path: Path) -> None:
+def test_an_error_of_the_main_rank_alone_is_printed_once(cache: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(undisturbed(cache, 2), tmp_path / "run"))
     over = job(tmp_path, 2, command(cache, run, optimizer__adamw__lr=1.0))
     refused(over, 2, "of another configuration")

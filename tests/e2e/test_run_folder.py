@@ -85,7 +85,7 @@ def test_the_phases_of_a_step_add_up_to_its_time(whole: Path) -> None:
     assert other <= 0.1 * total + 0.02 * len(rows), "too much of a step's time is in no phase"
 
 
-def test_what_was_sampled_is_stored_with_its_rewards(whole: Path) -> None:
+def test_completions_are_stored_with_their_rewards(whole: Path) -> None:
     rows = rollout_store.load_rows(whole / "rollouts" / "step_000003.jsonl.gz")
     assert len(rows) == 16
     measured = metrics(whole)[3]

@@ -82,7 +82,7 @@ def test_known_values(expression, value):
         ("1+" * 100 + "1", "got an expression of 201 characters, expected at most 200"),
     ],
 )
-def test_what_is_no_expression_is_refused_in_words(expression, said):
+def test_text_that_is_no_expression_is_refused_in_words(expression, said):
     with pytest.raises(ValueError, match=said):
         calculate(expression)
 

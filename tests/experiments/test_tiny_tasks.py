@@ -59,7 +59,7 @@ def test_the_way_of_the_answer_leads_out_and_none_is_shorter(problem):
 
 
 @given(mazes, st.lists(st.sampled_from(list(environments.DIRECTIONS)), min_size=1, max_size=12))
-def test_what_is_open_can_be_walked_and_a_wall_stops(problem, way):
+def test_open_ways_can_be_walked_and_a_wall_stops(problem, way):
     state = PLAY.start(problem, 0).state
     for name in way:
         row, column = state["row"], state["column"]

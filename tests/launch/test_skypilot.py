@@ -36,7 +36,7 @@ def test_both_nodes_meet_at_the_first_and_run_the_same(tmp_path: Path, rank: int
     assert args.training_script_args == ["--run_dir", "/runs/grpo", "--gin_file", "run/gsm8k.gin", *params]
 
 
-def test_it_has_skypilots_fields_our_gin_file_and_the_dockerfiles_vllm() -> None:
+def test_the_task_has_skypilots_fields_our_gin_file_and_the_dockerfiles_vllm() -> None:
     assert TASK.keys() == {"name", "resources", "num_nodes", "workdir", "envs", "setup", "run"}
     assert all(isinstance(value, str) for value in TASK["envs"].values())
     assert (ROOT / "gin" / TASK["envs"]["GIN_FILE"]).is_file()

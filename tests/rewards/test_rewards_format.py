@@ -103,7 +103,7 @@ def test_whatever_the_tags_are_called_only_full_blocks_and_white_space_count(tag
 
 
 @given(names, st.data())
-def test_one_mark_more_less_or_elsewhere_is_not_well_formed(tag_names, data):
+def test_a_mark_more_less_or_elsewhere_is_not_well_formed(tag_names, data):
     marks = [mark for tag in tag_names for mark in (f"<{tag}>", f"</{tag}>")]
     shuffled = data.draw(st.lists(st.sampled_from(marks), max_size=len(marks) + 2))
     text = "x".join(shuffled)  # every block is full, and what is outside is not white space unless there is one block

@@ -78,7 +78,7 @@ def test_short_is_better_when_right_and_worse_when_wrong(most, data):
 
 
 @given(lengths, st.integers(1, 30))
-def test_what_the_verdict_cannot_score_the_cosine_reward_cannot(length, most):
+def test_a_row_without_a_verdict_has_no_cosine_reward(length, most):
     assert cosine("?", length, most) is None
 
 

@@ -179,7 +179,7 @@ CLOSED_FORMS = [
 
 
 @pytest.mark.parametrize(("gold", "answer"), UNFINISHED)
-def test_what_is_left_to_be_worked_out_is_right_for_lenient_only(gold, answer):
+def test_an_answer_left_to_be_worked_out_is_right_for_lenient_only(gold, answer):
     assert boxed(gold, answer) == boxed(gold, answer, correct_evaluated) == 0.0
     assert boxed(gold, answer, lenient) == 1.0
 

@@ -492,7 +492,7 @@ def test_rows_come_out_as_they_come_in(folder: Path) -> None:
         assert process.wait(20) == 0
 
 
-def test_who_reads_only_the_head_ends_it_quietly(folder: Path) -> None:
+def test_a_reader_of_the_head_alone_ends_the_command_quietly(folder: Path) -> None:
     process = subprocess.Popen(command(), stdin=-1, stdout=-1, stderr=-1, cwd=folder, bufsize=0)
     with process.stderr, process.stdin:
         process.stdin.write(rows_of("a"))

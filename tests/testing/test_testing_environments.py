@@ -67,7 +67,7 @@ def test_a_sound_environment_passes():
     testing.check_environment(trial.with_step(trial.step), max_turns=3, hostile=texts.HOSTILE[:4])
 
 
-def test_what_is_not_pure_is_not_asked_to_be():
+def test_purity_is_checked_of_pure_environments_alone():
     noisy = Environment(start=trial.start, step=partial(trial.draws_without_the_key, limit=3), pure=False)
     testing.check_environment(noisy, max_turns=3, hostile=texts.HOSTILE[:4])
     with pytest.raises(AssertionError):

@@ -29,7 +29,7 @@ def trl_steps(seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> list[dic
     return bench_trl_side.record(clock.ends, [*logged, {"train_runtime": 1.0}], 8)
 
 
-def test_what_trls_side_writes_is_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_shows_figures_that_the_trl_side_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = Measured(json.loads(json.dumps(trl_steps([2.0, 4.0, 3.0], monkeypatch))), PEAK, {})
     assert (theirs.of("seconds"), theirs.of("length"), theirs.rate()) == ([2.0, 4.0, 3.0], [1.0, 2.0, 3.0], 8 / 3)
     faster = [{**step, "seconds": 1.0, "time/train": 0.5} for step in theirs.steps]

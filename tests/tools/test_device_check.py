@@ -184,7 +184,7 @@ def test_what_trains_on_an_h100_leaves_a_quarter_of_it_to_what_the_estimate_does
     assert device_speed.estimated(bench, micro_tokens, 1152) < 0.75 * 79.6 * 2**30
 
 
-def test_it_needs_neither_gin_nor_math_verify_nor_an_http_client() -> None:
+def test_the_device_check_needs_neither_gin_nor_math_verify_nor_an_http_client() -> None:
     """What a bare machine has is enough: all that is imported at the top of files, followed from file to file."""
     waiting = [path for path in (ROOT / "tools" / "device_check").glob("device_*.py") if path.name != "device_vllm.py"]
     files, others = {*waiting}, set()
@@ -209,7 +209,7 @@ def test_it_needs_neither_gin_nor_math_verify_nor_an_http_client() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_as_a_program_from_anywhere(tmp_path: Path) -> None:
+def test_the_device_check_runs_as_a_program_from_anywhere(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "device_check"), *TOY, "--only", "prng,memory"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -51,7 +51,7 @@ def written(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_what_is_written_says_what_it_would_be(
+def test_a_dry_run_of_a_translated_file_shows_its_rows_and_updates(
     name: str, given_params: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = written(name, tmp_path)

@@ -335,7 +335,7 @@ def test_calculator_episodes_are_the_policys_and_read_what_a_server_has_read(pro
         assert float((own - said[start:])[mask[start:]].abs().max()) < CLOSE
 
 
-def test_what_a_killed_server_was_asked_another_one_answers_and_it_is_taken_back(processes, servers):
+def test_requests_of_a_killed_server_go_to_another_and_the_server_is_taken_back(processes, servers):
     trained = model(4)
     servers.push_weights(weights(trained), version=7)
     servers.figures()

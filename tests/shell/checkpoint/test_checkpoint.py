@@ -158,7 +158,7 @@ def test_the_tensors_under_a_prefix_are_read_without_it_and_nothing_else(tensors
 
 
 @given(st.dictionaries(names, tensor(), min_size=1, max_size=4), st.data())
-def test_what_is_loaded_into_is_changed_in_place_and_wholly_or_not_at_all(tensors, data):
+def test_loading_changes_tensors_in_place_and_wholly_or_not_at_all(tensors, data):
     with fresh() as folder:
         path = save(Path(folder), 0, tensors=tensors, blobs={}, meta={})
         into = {k: torch.zeros_like(v) for k, v in tensors.items()}
@@ -314,7 +314,7 @@ class Custom:
         ({"../x": 1}, "expected identifiers"),
     ],
 )
-def test_what_would_not_come_back_is_refused_before_anything_is_written(root, blobs, message):
+def test_values_that_would_not_come_back_are_refused_before_anything_is_written(root, blobs, message):
     with pytest.raises(ValueError, match=message):
         save(root, 0, tensors={}, blobs=blobs, meta={})
     assert not root.exists()

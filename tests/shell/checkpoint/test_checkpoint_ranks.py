@@ -152,7 +152,7 @@ def write_copies(world: World, root: Path) -> list[int]:
         return [buffer.nbytes for buffer in writer._buffers.values()]
 
 
-def test_what_all_ranks_hold_is_copied_and_written_once(tmp_path: Path) -> None:
+def test_tensors_that_all_ranks_hold_are_copied_and_written_once(tmp_path: Path) -> None:
     copied = crew(4).run(write_copies, tmp_path / "checkpoints")
     assert [sum(sizes) for sizes in copied] == [2 * 2**16] * 4
     files = list((tmp_path / "checkpoints" / "step_1").glob("*.distcp"))
@@ -194,7 +194,7 @@ def train_on(world: World, root: Path) -> bool:
     return early
 
 
-def test_what_changes_after_save_returned_is_saved_as_it_was(tmp_path: Path) -> None:
+def test_changes_after_save_returned_are_not_saved(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     assert crew(2).run(train_on, root) == [False, False]
     assert_state(root / "step_1", 1)
@@ -345,7 +345,7 @@ def offer_sum(world: World, root: Path) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_what_one_rank_cannot_save_is_refused_on_all(tmp_path: Path) -> None:
+def test_a_value_that_one_rank_cannot_save_is_refused_on_all(tmp_path: Path) -> None:
     outcomes = crew(2).run(offer_sum, tmp_path / "checkpoints")
     assert outcomes[0].startswith("Elsewhere: rank 1: ValueError: got odd placed")
     assert outcomes[1].startswith("ValueError: got odd placed")

@@ -138,7 +138,7 @@ def test_a_disk_without_inodes_is_refused_as_that(tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
-def test_what_the_folder_holds_already_counts_as_space(folder, monkeypatch):
+def test_space_that_the_folder_holds_already_counts(folder, monkeypatch):
     enter(folder)
     for name in ("checkpoints/step_2", "checkpoints/.tmp-step_4-1", "model"):
         (folder / name).mkdir(parents=True)

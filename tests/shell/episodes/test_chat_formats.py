@@ -138,7 +138,7 @@ def test_a_family_that_cannot_be_appended_to_exactly_is_refused(family: str) -> 
         family_renderer(family_tokenizer(), family=family, observed=("tool",))
 
 
-def test_what_a_family_of_the_renderers_package_cannot_read_is_malformed() -> None:
+def test_calls_that_a_renderers_family_cannot_read_are_malformed() -> None:
     pytest.importorskip("renderers", reason="pip install grpo_fn[agents]")
     tokenizer = family_tokenizer()
     made = family_renderer(tokenizer, family="qwen3", observed=("tool",))

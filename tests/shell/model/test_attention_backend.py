@@ -42,7 +42,7 @@ def test_a_card_that_lacks_the_kernel_is_named(monkeypatch, name: str, capabilit
         check_attention(name, CUDA, HALF)
 
 
-def test_what_is_not_installed_or_not_a_card_is_named(monkeypatch):
+def test_a_missing_package_or_card_of_an_attention_is_named(monkeypatch):
     card(monkeypatch, (9, 0))
     for name in NAMES:
         check_attention(name, CUDA, HALF)

@@ -168,7 +168,7 @@ def test_packed_rows_agree_to_the_last_digits_of_a_float64_model(name, some):
 
 @settings(max_examples=max(5, EXAMPLES // 5))
 @given(drawn(), st.sampled_from(sorted(FAMILIES)))
-def test_what_stands_behind_the_last_sampled_token_changes_nothing(some, name):
+def test_tokens_behind_the_last_sampled_one_change_nothing(some, name):
     tokens, mask, _ = some
     last = (torch.arange(tokens.shape[1]) * mask).amax(-1, keepdim=True)
     garbage = torch.where(torch.arange(tokens.shape[1]) > last, -(2**40), tokens)  # no token at all

@@ -252,7 +252,7 @@ weight = st.builds(
 
 
 @given(st.lists(weight, min_size=1), st.integers(0, 99), st.booleans())
-def test_what_saves_memory_never_costs_any(weights, moments, reference):
+def test_options_that_save_memory_never_cost_any(weights, moments, reference):
     usual = Arrangement(2, True, True, False, False, reference)
     said = per_device(weights, moments, Passing(3, 5, 7), usual)
     free = per_device(weights, moments, Passing(3, 5, 7), usual._replace(offload=True, offload_reference=True))

@@ -166,7 +166,7 @@ def test_a_sharded_step_is_the_whole_one(make):
 
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("make", ALL)
-def test_what_a_checkpoint_holds_brings_it_back_bit_for_bit(make, spread):
+def test_an_optimizer_is_restored_bit_for_bit(make, spread):
     """Steps with gradients of every magnitude, moments taken out, a fresh optimizer filled in, and on with both."""
     model, again = (sharded(net(5)) if spread else net(5) for _ in range(2))
     made, fresh = (make(m.parameters(), **KNOBS) for m in (model, again))

@@ -52,7 +52,7 @@ def tensors(draw: st.DrawFn, least: int = 0) -> Tensor:
 
 
 @given(tensors(least=1), st.data())
-def test_one_flipped_bit_gives_another(x: Tensor, data: st.DataObject) -> None:
+def test_a_flipped_bit_changes_the_checksum(x: Tensor, data: st.DataObject) -> None:
     flat = x.clone().view(BITS[x.element_size()])
     place = tuple(data.draw(st.integers(0, n - 1)) for n in x.shape)
     bit = 0 if x.dtype == torch.bool else data.draw(st.integers(0, 8 * x.element_size() - 1))

@@ -363,7 +363,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("config", "ranks", "said"), list(REFUSED.values()), ids=list(REFUSED))
-def test_what_cannot_be_divided_is_refused(config, ranks, said):
+def test_a_model_that_ranks_cannot_divide_is_refused(config, ranks, said):
     model = empty(config)
     with pytest.raises(ValueError, match=f"scale: got tensor {ranks} .*{said}"):
         mesh.check_tensor_plan(model, ranks)

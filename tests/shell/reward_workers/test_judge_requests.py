@@ -87,7 +87,7 @@ def test_rows_are_scored_in_order_many_at_once_and_counted() -> None:
     ],
     ids=["429", "503", "malformed", "no text", "slow"],
 )
-def test_what_may_go_well_later_is_sent_again(reply: Reply) -> None:
+def test_a_request_that_may_go_well_later_is_sent_again(reply: Reply) -> None:
     with judge_server(first_then(reply, 2)) as up:
         outcomes, costs = judged(judge_at(up, request_seconds=0.4 if reply.seconds else 30.0), ["three"])
     assert [outcome.value for outcome in outcomes] == pytest.approx([0.2])
@@ -161,7 +161,7 @@ def test_what_no_question_gets_past_ends_the_rows_at_once(status: int, expected:
         judged(judge_at(up, max_failures=100), TEXTS)
 
 
-def test_what_is_on_record_is_not_asked_again(tmp_path: Path) -> None:
+def test_questions_on_record_are_not_sent_again(tmp_path: Path) -> None:
     def some(question: str, before: int) -> Reply:
         if "\nfour\n" in question:
             return Reply({"error": "no"}, 400)

@@ -462,7 +462,7 @@ def test_a_smaller_bound_drops_what_would_break_it(steps, before, now):
     assert made.figures()["generation/staleness_max"] <= now
 
 
-def test_it_is_refilled_between_the_first_load_and_the_first_batch_and_draining_twice_is_draining_once():
+def test_the_queue_is_refilled_before_the_first_batch_and_draining_twice_is_draining_once():
     made = sampler(Engine(), 1)
     with pytest.raises(RuntimeError, match="got batches to go on with after 0 loads"):
         made.refill([])

@@ -162,7 +162,7 @@ def test_seconds_in_which_nothing_is_drawn_are_counted(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", [Even(), Stepped()], ids=["servers", "in the process"])
-def test_what_an_environment_fails_with_ends_the_call(engine: Engine) -> None:
+def test_a_failure_of_an_environment_ends_the_call(engine: Engine) -> None:
     caller = Here(THREE_TURNS)
     caller.step = lambda state, message, key: 1 / 0
     with pytest.raises(ZeroDivisionError):

@@ -30,7 +30,7 @@ def test_layout_does_not_matter(x, cut, padding, seed):
 
 
 @given(x=weights(), place=st.integers(0, 35))
-def test_one_bit_of_one_element_matters(x, place):
+def test_a_changed_bit_changes_the_fingerprint(x, place):
     other = x.clone().reshape(-1)
     bits = other.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     bits[place % x.numel()] ^= 1
@@ -38,7 +38,7 @@ def test_one_bit_of_one_element_matters(x, place):
 
 
 @given(x=weights(), step=st.floats(1e-3, 1.0))
-def test_what_is_taken_from_one_and_given_to_another_matters(x, step):
+def test_a_step_moved_from_one_element_to_another_changes_the_fingerprint(x, step):
     """The sum alone would not notice: the squares do."""
     first, second = x.reshape(-1)[0], x.reshape(-1)[-1]
     ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]

@@ -51,7 +51,7 @@ def test_each_sampled_token_has_the_log_prob_that_the_server_says(stub):
 
 
 @pytest.mark.parametrize("fault", [503, "half"])
-def test_what_one_server_leaves_is_asked_of_another(stub, fault):
+def test_rows_that_a_server_leaves_go_to_another(stub, fault):
     other = Stub()
     try:
         stub.faults["/v1/completions"], stub.stuck = fault, True

@@ -381,7 +381,7 @@ def test_a_layout_that_cannot_be_recognised_is_left_to_the_probe(on_cuda: Coloca
     assert on_cuda.figures()["engine/verified"] == 0.0
 
 
-def test_one_path_for_both_devices() -> None:
+def test_arguments_on_cpu_and_gpu_differ_in_memory_sleep_and_whole_prompts_alone() -> None:
     on_cpu, on_gpu = ENGINE.arguments(context()), ENGINE.arguments(context(world=alone(torch.device("cuda:0"))))
     whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": BATCHED}
     assert {k: v for k, v in on_cpu.items() if k not in on_gpu} == {"kv_cache_memory_bytes": 2**26, **whole}
