@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing import forkserver
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import psutil
@@ -121,10 +122,15 @@ def spoilt(calls: int, harm: Harm) -> None:
     after(calls, torch.autograd, "backward", pull)
 
 
-def staging(calls: int, harm: Harm) -> None:
-    """The harm comes as the rank begins to copy its pieces of the n-th checkpoint."""
+STAGING = "grpo_fn.shell.checkpoint.tensor_shards.stage"  # copies of a rank's pieces of a checkpoint
+SEALING = "grpo_fn.shell.checkpoint.async_saver.seal"  # the manifest of the main rank; all pieces are on the disk
+SCORING = "grpo_fn.shell.reward_workers.reward_pool.RewardPool.collect"  # a rank's share of rows
 
-    after(calls, tensor_shards, "stage", partial(first_the_harm, harm))
+
+def before(place: str, calls: int, harm: Harm) -> None:
+    """The harm comes as the n-th call of the function at `place` begins."""
+    owner, _, name = place.rpartition(".")
+    after(calls, resolve_name(owner), name, partial(first_the_harm, harm))
 
 
 def first_the_harm(harm: Harm, real: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -141,20 +147,6 @@ def writing(calls: int, harm: Harm) -> None:
         return real(folder, *args)
 
     after(calls, tensor_shards, "write_shards", half)
-
-
-def scoring(calls: int, harm: Harm) -> None:
-    """The harm comes as the rank begins to score its n-th share of rows."""
-    from grpo_fn.shell.reward_workers.reward_pool import RewardPool
-
-    after(calls, RewardPool, "collect", partial(first_the_harm, harm))
-
-
-def sealing(calls: int, harm: Harm) -> None:
-    """The harm comes as the main rank is about to write the n-th manifest; all pieces are on the disk."""
-    from grpo_fn.shell.checkpoint import async_saver
-
-    after(calls, async_saver, "seal", partial(first_the_harm, harm))
 
 
 # -- a rank

@@ -20,9 +20,9 @@ LATE = 5.0  # seconds beyond what is promised that a loaded machine may take
 PLANS = {
     "generate": partial(faults.generating, 4),
     "backward": partial(faults.backward, 4),
-    "staging": partial(faults.staging, 2),
+    "staging": partial(faults.before, faults.STAGING, 2),
     "writing": partial(faults.writing, 2),
-    "sealing": partial(faults.sealing, 2),
+    "sealing": partial(faults.before, faults.SEALING, 2),
 }
 
 
@@ -108,7 +108,7 @@ def test_an_error_of_one_rank_is_reported_by_all(
 
 @pytest.mark.slow
 def test_a_reward_worker_killed_between_two_calls_costs_nothing(cache: Path, tmp_path: Path) -> None:
-    doom = Doom(1, partial(faults.scoring, 5), worker_killed)
+    doom = Doom(1, partial(faults.before, faults.SCORING, 5), worker_killed)
     over = job(tmp_path, 2, command(cache, tmp_path / "run"), doom=doom)
     assert over.code == 0, over.everything()
     assert over.struck

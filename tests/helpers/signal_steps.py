@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from batches import UNMOVED
 from fakes import tokenizer
 from torch import Tensor
 
@@ -12,10 +13,9 @@ from grpo_fn.algo.step import Experience
 from grpo_fn.core import prng
 from grpo_fn.core.batch import make_batch, outcome_reward
 from grpo_fn.core.problem import Problem, Turn
-from grpo_fn.core.types import Gains, Groups, Rollout, Scores
+from grpo_fn.core.types import Groups, Rollout, Scores
 from grpo_fn.lab import token_page
 
-UNMOVED = Gains(kl=1.0, entropy=1.0)
 CLIPPED = partial(
     objective.policy_objective,
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
