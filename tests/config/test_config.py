@@ -451,7 +451,7 @@ def test_a_taker_receives_what_is_bound_for_the_root_and_nothing_else() -> None:
     assert fm.calls == [3]  # by the whole: a task that is not taken is not made
 
 
-def test_knobs_that_nobody_takes_may_be_unbound_and_others_may_not() -> None:
+def test_knobs_that_no_taker_takes_may_be_unbound_and_others_may_not() -> None:
     bare = f"{HEADER}fm.root.objective = %WHAT\nfm.root.rate = %NEVER\n"
     assert taken(bare, "WHAT=1", "fm.root.steps=2").kwargs() == {"steps": 2, "objective": 1}
     with pytest.raises(ValueError, match=r"^fixture_module\.root: got no value for steps, expected each") as caught:
