@@ -235,6 +235,8 @@ def test_a_function_that_is_no_reward_is_named(reward: Callable, said: str) -> N
 @pytest.mark.slow
 def test_without_stop_on_error_only_what_fails_on_every_text_is_refused() -> None:
     tried(with_text_only, stop_on_error=False)
+    with pytest.raises(ValueError, match="with_text_only"):
+        tried(with_text_only, stop_on_error=True)
     with pytest.raises(ValueError, match="got ndarray"):
         tried(of_numpy, stop_on_error=False)
 
