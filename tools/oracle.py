@@ -1,13 +1,13 @@
 """Make short training runs of every kind, and compare their bits with those of another revision of this code.
 
 python tools/oracle.py record FILE [--only NAME,NAME]
-python tools/oracle.py compare FILE [--only NAME,NAME] [--strict]
+python tools/oracle.py compare FILE [--only NAME,NAME]
 
 `record` makes RUNS with the code and the gin files of the working tree (of another revision: in a git worktree of it)
 and writes what they computed to FILE: checksums and metrics of every step, and a hash of every final weight. `compare`
 makes them and prints of each 'identical' or the first quantity that differs, with its step and both values. Metrics
-that are new or gone are listed, and fail under --strict alone; those of time and memory are left out. Exit code 0 when
-all runs agree, 1 when one differs or fails, 2 for bad input.
+that are new or gone are listed and are no difference; those of time and memory are left out. Exit code 0 when all runs
+agree, 1 when one differs or fails, 2 for bad input.
 
 Bits depend on torch, the processor and the threads: a FILE of another machine is refused. All runs of one call share
 the tiny models that the first ones make.
@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from multiprocessing import connection, forkserver
@@ -38,7 +39,7 @@ from safetensors import deserialize
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ROOT / "tools" / "oracle_runs"
 PARALLEL, THREADS = 2, 1  # runs at a time, threads of each process
-DEADLINE, RUN_DEADLINE, GIT_DEADLINE = 1200, 180, 60  # seconds of all runs, of a run and of a git command
+DEADLINE, RUN_DEADLINE = 1200, 180  # seconds of all runs and of a run
 TAIL = 12  # last lines shown of a run that fails
 HOST = ("ranks", "device", "torch")  # fields of a checksum line that name the machine
 MACHINE, CLOCKS = ("time/", "system/"), ("_per_second", "_seconds")  # how metrics of the machine begin and end
@@ -105,14 +106,6 @@ def make_runs(names: Sequence[str]) -> dict[str, dict[str, Any] | str]:
 def raise_timeout(*_: object) -> None:
     """Raise TimeoutError: the runs together have a deadline."""
     raise TimeoutError(f"the runs are not over after {DEADLINE} s")
-
-
-def git(*words: str) -> str:
-    """What a git command in this repository prints. Raises ValueError when it fails."""
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=GIT_DEADLINE)
-    if done.returncode:
-        raise ValueError(f"git {' '.join(words)}: {done.stderr.strip()}")
-    return done.stdout.strip()
 
 
 def start_server(tree: Path) -> None:
@@ -202,18 +195,15 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     files = sorted([*run_dir.glob("model/*.safetensors"), *run_dir.glob("adapter/*.safetensors")])
     return {
         "checksums": by_step(run_dir / "digests.jsonl", lambda name: name not in HOST),
-        "metrics": by_step(run_dir / "metrics.jsonl", is_computed),
+        "metrics": by_step(
+            run_dir / "metrics.jsonl", lambda name: not name.startswith(MACHINE) and not name.endswith(CLOCKS)
+        ),
         "weights": {
             f"{file.parent.name}/{name}": sha256(f"{x['dtype']} {x['shape']} ".encode() + x["data"]).hexdigest()[:16]
             for file in files
             for name, x in deserialize(file.read_bytes())
         },
     }
-
-
-def is_computed(metric: str) -> bool:
-    """Whether a metric says what was computed, and not how long the machine took."""
-    return not metric.startswith(MACHINE) and not metric.endswith(CLOCKS)
 
 
 def by_step(file: Path, keep: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
@@ -257,7 +247,7 @@ def changed_metrics(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     return [f"{line}, step {', '.join(at)}" for line, at in steps.items()]
 
 
-def compare_runs(recorded: Mapping[str, Any], runs: Mapping[str, Any], *, strict: bool) -> tuple[list[str], bool]:
+def compare_runs(recorded: Mapping[str, Any], runs: Mapping[str, Any]) -> tuple[list[str], bool]:
     """The lines of a comparison, and whether all runs agree."""
     lines, agree = [], True
     for name, run in runs.items():
@@ -265,7 +255,7 @@ def compare_runs(recorded: Mapping[str, Any], runs: Mapping[str, Any], *, strict
         verdict = f"failed: {run}" if failed else difference(recorded[name], run)
         changes = [] if failed else changed_metrics(recorded[name], run)
         lines += [f"{name}: {verdict}", *(f"    {line}" for line in changes)]
-        agree &= verdict == "identical" and not (strict and changes)
+        agree &= verdict == "identical"
     return lines, agree
 
 
@@ -277,22 +267,14 @@ def machine() -> dict[str, Any]:
     return {"torch": version("torch"), "cpu": cpu, "threads": THREADS}
 
 
-def check_machine(record: Mapping[str, Any], here: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError for a record of another machine."""
-    odd = [f"{name} {record.get(name)!r}, here {value!r}" for name, value in here.items() if record.get(name) != value]
-    if odd:
-        command, revision = f"python tools/oracle.py record {file}", record.get("revision")
-        raise ValueError(
-            f"{file} was recorded with {'; '.join(odd)}: first run `{command}` in a worktree of {revision}"
-        )
-
-
 # -- the commands
 
 
 def record(file: Path, names: Sequence[str]) -> int:
     """Make the runs and write what they computed."""
-    label = git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    git = partial(subprocess.check_output, cwd=ROOT, text=True)
+    changes = git(["git", "status", "--porcelain", "--untracked-files=no"])
+    label = git(["git", "rev-parse", "HEAD"]).strip() + ("-dirty" if changes else "")
     runs = make_runs(names)
     if failed := [f"{name}: failed: {run}" for name, run in runs.items() if isinstance(run, str)]:
         raise ValueError("\n".join([f"{file} is not written", *failed]))
@@ -302,14 +284,18 @@ def record(file: Path, names: Sequence[str]) -> int:
     return 0
 
 
-def compare(file: Path, names: Sequence[str] | None, *, strict: bool) -> int:
+def compare(file: Path, names: Sequence[str] | None) -> int:
     """Make the runs of the working tree and print how they compare with a record."""
-    recorded = json.loads(file.read_text())
-    check_machine(recorded, machine(), file)
+    recorded, here = json.loads(file.read_text()), machine().items()
+    if odd := [f"{name} {recorded.get(name)!r}, here {x!r}" for name, x in here if recorded.get(name) != x]:
+        command, revision = f"python tools/oracle.py record {file}", recorded.get("revision")
+        raise ValueError(
+            f"{file} was recorded with {'; '.join(odd)}: first run `{command}` in a worktree of {revision}"
+        )
     names = names or [*recorded["runs"]]
     if missing := [name for name in names if name not in recorded["runs"] or name not in RUNS]:
         raise ValueError(f"got the runs {', '.join(missing)}, expected some that {file} and tools/oracle.py both have")
-    lines, agree = compare_runs(recorded["runs"], make_runs(names), strict=strict)
+    lines, agree = compare_runs(recorded["runs"], make_runs(names))
     print("\n".join(lines))
     return 0 if agree else 1
 
@@ -321,7 +307,6 @@ def flags() -> argparse.ArgumentParser:
     )
     parser.add_argument("command", choices=("record", "compare"), help="make runs and write them, or compare with them")
     parser.add_argument("file", type=Path, metavar="FILE", help="the record, as JSON")
-    parser.add_argument("--strict", action="store_true", help="compare: new and gone metrics fail, too")
     parser.add_argument("--only", metavar="NAME,...", help=f"these runs alone, of {', '.join(RUNS)}")
     return parser
 
@@ -335,8 +320,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--only: got {', '.join(sorted(unknown))}, expected some of {', '.join(RUNS)}")
         if args.command == "record":
             return record(args.file, names or [*RUNS])
-        return compare(args.file, names, strict=args.strict)
-    except (ValueError, OSError, EOFError, subprocess.TimeoutExpired) as error:
+        return compare(args.file, names)
+    except (ValueError, OSError, EOFError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

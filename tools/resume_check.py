@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -27,13 +26,6 @@ from grpo_fn.core.json_lines import metrics_by_step
 POLL = 0.02  # seconds between looks at a run
 TAIL = 12  # last lines shown of a run that failed
 COMPARED = ("digests.jsonl", "eval", "model", "rollouts")  # byte by byte
-
-
-class Start(NamedTuple):
-    """One start of the command."""
-
-    code: int  # its exit code; below 0 when a signal ended it
-    seconds: float  # that it worked: from when it entered the run folder until it was over
 
 
 def flags() -> argparse.ArgumentParser:
@@ -66,13 +58,13 @@ def check(args: argparse.Namespace) -> int:
         if getattr(args, name) < least:
             raise ValueError(f"--{name}: got {getattr(args, name)}, expected at least {least}")
     args.out.mkdir(parents=True)
-    alone, draw = start(args, "undisturbed"), random.Random(args.seed)
+    whole, draw = start(args, "undisturbed") or 0.0, random.Random(args.seed)
     steps = steps_logged(args.out / "undisturbed")
-    print(f"undisturbed: {alone.seconds:.1f} s in the run folder, {steps} steps", flush=True)
+    print(f"undisturbed: {whole:.1f} s in the run folder, {steps} steps", flush=True)
     kills = 0
     for moment in sorted(draw.uniform(0.0, steps) for _ in range(args.kills)):
-        step, late = int(moment), moment % 1 * alone.seconds / max(1, steps)
-        if start(args, "killed", kill=(step, late)).code == 0:
+        step, late = int(moment), moment % 1 * whole / max(1, steps)
+        if start(args, "killed", kill=(step, late)) is not None:
             print(f"start {kills + 1}: over before it was killed", flush=True)
             break
         kills += 1
@@ -84,11 +76,11 @@ def check(args: argparse.Namespace) -> int:
     return 1 if lines else 0
 
 
-def start(args: argparse.Namespace, name: str, *, kill: tuple[int, float] | None = None) -> Start:
+def start(args: argparse.Namespace, name: str, *, kill: tuple[int, float] | None = None) -> float | None:
     """Start the command and wait for its end; SIGKILL so many seconds after it has logged a step, which `kill` names.
 
-    Step 0 is logged when the run has entered its folder. Raises ValueError when it takes longer than --timeout, or ends
-    neither with 0 nor by that signal.
+    Step 0 is logged when the run has entered its folder. Returns the seconds from then to its own end, None if it was
+    killed. Raises ValueError when it takes longer than --timeout, or ends neither with 0 nor by that signal.
     """
     files = [part for file in args.gin_file for part in ("--gin_file", file)]
     params = [part for param in args.gin_param for part in ("--gin_param", param)]
@@ -121,7 +113,7 @@ def start(args: argparse.Namespace, name: str, *, kill: tuple[int, float] | None
     if code > 0 or (code < 0 and kill is None):
         tail = output.read_text(errors="replace").splitlines()[-TAIL:]
         raise ValueError("\n    ".join([f"got exit code {code} of the run {run}, expected 0", *tail]))
-    return Start(code, end - (entered or end))
+    return end - (entered or end) if code == 0 else None
 
 
 def steps_logged(run_dir: Path) -> int:

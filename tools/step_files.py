@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import FrameType
@@ -25,47 +25,39 @@ SMALL = {"STEPS": STEP, "TEST_SIZE": 8, "OPERATIONS": 1, "models.TinyModel.layer
 SMALL |= {"models.TinyModel.steps": 40, "models.TinyModel.rows": 16, "models.word_problem_lessons.worked_share": 0.0}
 
 
-class StepRecorder:
-    """Calls a function, and records (file, line, qualified name) of what its call number STEP enters in a folder."""
-
-    def __init__(self, function: Callable[..., Any], folder: Path) -> None:
-        self.function, self.prefix, self.calls = function, f"{folder}/", 0
-        self.entries = set[tuple[str, int, str]]()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        sys.setprofile(self.record if self.calls == STEP else None)
-        try:
-            return self.function(*args, **kwargs)
-        finally:
-            sys.setprofile(None)
-
-    def record(self, frame: FrameType, event: str, _: Any) -> None:
-        """Remember what a frame runs when it is entered."""
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(self.prefix):
-            self.entries.add((code.co_filename, code.co_firstlineno, code.co_qualname))
-
-
 def entries_of_a_step() -> tuple[Path, set[tuple[str, int, str]]]:
-    """The folder of grpo_fn, and what a step enters there. Raises SystemExit where the run fails or does not train."""
+    """The folder of grpo_fn, and (file, line, function) of what a step enters. Raises SystemExit when the run fails."""
     from grpo_fn import run
     from grpo_fn.trainer import loop
 
-    package = Path(run.__file__).resolve().parent
-    loop.take_step = recorder = StepRecorder(loop.take_step, package)
+    package, take_step = Path(run.__file__).resolve().parent, loop.take_step
+    entries, calls = set[tuple[str, int, str]](), 0
+
+    def record(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(f"{package}/"):
+            entries.add((code.co_filename, code.co_firstlineno, code.co_qualname))
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        sys.setprofile(record if calls == STEP else None)
+        try:
+            return take_step(*args, **kwargs)
+        finally:
+            sys.setprofile(None)
+
+    loop.take_step = recorded
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         small = {**SMALL, "models.TinyModel.cache": repr(f"{folder}/models")}
         params = [word for name, value in small.items() for word in ("--gin_param", f"{name}={value}")]
         status = run.main(["--gin_file", "run/arithmetic.gin", *params, "--run_dir", f"{folder}/run"])
-        if status or not recorder.entries:
-            sys.exit(
-                f"error: got exit code {status} after {recorder.calls} calls of take_step, expected 0 after {STEP}"
-            )
+        if status or not entries:
+            sys.exit(f"error: got exit code {status} after {calls} calls of take_step, expected 0 after {STEP}")
         last = json.loads(Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
         if last["train/skipped_step"]:
             sys.exit("error: no reward differs within a group, and the step is not trained on; enlarge SMALL")
-    return package, recorder.entries
+    return package, entries
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -42,11 +42,12 @@ def test_the_table_shows_figures_that_the_trl_side_writes(monkeypatch: pytest.Mo
         bench_trl_side.record([0.0, 1.0, 2.0], [{"completions/mean_length": 3.0}], 8)
 
 
-def test_the_evaluation_that_ends_a_run_of_ours_is_in_no_step() -> None:
+def test_the_evaluation_that_ends_a_run_of_ours_is_in_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"generation/rows": 8.0, "generation/tokens": 16.0}
     lines = {n: {"time/total": s, "time/train": s / 2, **rows} for n, s in enumerate([9.0, 1.0, 2.0, 3.0])}
     lines[3] |= {"time/total": 10.0, "time/evaluate": 7.0}
-    ours = bench.of_ours(lines, 1, PEAK)
+    monkeypatch.setattr(bench, "WARM_UP", 1)
+    ours = bench.of_ours(lines, PEAK)
     assert (ours.of("seconds"), ours.of("time/train"), ours.of("length")) == ([2.0, 3.0], [1.0, 1.5], [2.0, 2.0])
 
 
@@ -56,21 +57,22 @@ def test_our_side_runs_and_the_page_is_made(
 ) -> None:
     """Our program is forked from the server that has everything imported; TRL's side is simulated."""
 
-    def watched(command: list[str], folder: Path, *, threads: int, deadline: float) -> float:
+    def watched(command: list[str], folder: Path, *, threads: int) -> float:
         assert command[:3] == [sys.executable, "-m", "grpo_fn.run"]
-        assert finish(command[3:], folder / "log.txt", seconds=deadline) == 0, (folder / "log.txt").read_text()
+        assert finish(command[3:], folder / "log.txt", seconds=120) == 0, (folder / "log.txt").read_text()
         return PEAK
 
-    def simulated(shared: dict[str, Any], folder: Path, *, warm_up: int, **settings: Any) -> Measured:
+    def simulated(shared: dict[str, Any], folder: Path, **settings: Any) -> Measured:
         rows = Path(shared["prompts_file"]).read_text().splitlines()
         assert len({*rows}) == shared["prompts"] * shared["steps"] + 1
-        return Measured(trl_steps([1.0] * shared["steps"], monkeypatch)[warm_up:], PEAK, {"trl": "1.16.0"})
+        return Measured(trl_steps([1.0] * shared["steps"], monkeypatch)[bench.WARM_UP :], PEAK, {"trl": "1.16.0"})
 
     monkeypatch.setattr(bench, "watched", watched)
     monkeypatch.setattr(bench, "trl", simulated)
     monkeypatch.setitem(bench_work.SCALES, "tiny", bench_work.SCALES["tiny"]._replace(prompt_tokens=12))
-    flags = ["--scale", "tiny", "--steps", "1", "--warm_up", "1", "--rounds", "1", "--trl_python", sys.executable]
-    assert bench.main([*flags, "--timeout", "120", "--out", str(tmp_path / "trl.md")]) == 0
+    monkeypatch.setattr(bench, "WARM_UP", 1)
+    flags = ["--scale", "tiny", "--steps", "1", "--rounds", "1", "--trl_python", sys.executable]
+    assert bench.main([*flags, "--out", str(tmp_path / "trl.md")]) == 0
     page = (tmp_path / "trl.md").read_text()
     assert page.startswith("`python tools/bench --scale tiny")
     assert "after prompts of 12.0" in page
@@ -87,18 +89,19 @@ def test_both_sides_run(tmp_path: Path) -> None:
     assert all(float(gigabytes) > 0.1 for gigabytes in row.split(" | ")[1:3])
 
 
-def test_a_program_is_watched_until_it_ends(tmp_path: Path) -> None:
+def test_a_program_is_watched_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The most that it held; and what it printed if it fails or takes too long."""
-    size, limits = 300_000_000, {"threads": 1, "deadline": 60.0}
+    size = 300_000_000
     idle, busy = (
-        bench.watched([sys.executable, "-c", f"import time; {code}; time.sleep(.4)"], tmp_path, **limits)
+        bench.watched([sys.executable, "-c", f"import time; {code}; time.sleep(.4)"], tmp_path, threads=1)
         for code in ("pass", f"x = b'1' * {size}")
     )
     assert 0 < idle < busy - size / 2
     with pytest.raises(RuntimeError, match=r"(?s)ended with 3.*so it is"):
-        bench.watched([sys.executable, "-c", "print('so it is'); exit(3)"], tmp_path, **limits)
+        bench.watched([sys.executable, "-c", "print('so it is'); exit(3)"], tmp_path, threads=1)
+    monkeypatch.setattr(bench, "DEADLINE", 0.3)
     with pytest.raises(TimeoutError, match="not over after 0 s"):
-        bench.watched([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, threads=1, deadline=0.3)
+        bench.watched([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, threads=1)
 
 
 def test_a_scale_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

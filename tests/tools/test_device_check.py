@@ -5,17 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 
 import device_check
-import device_speed
 import hypothesis.strategies as st
 import pytest
 import torch
-from device_parts import scale
 from device_runner import FAILED, LEFT_OUT, OK, Check, Figure, Outcome, Setting, outcomes_apart, outcomes_here
 from device_shapes import EOS, QWEN, Shape, Work
 from hypothesis import given
@@ -164,24 +160,6 @@ def test_operations_are_those_of_every_token_read_and_every_pair_seen(
     work = Work(groups, size, prompt, new)
     assert work.tokens == read
     assert work.flops(shape) == 6 * (shape.matrices() * read + 10 * 8 * sampled + 2 * 3 * 8 * pairs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [*QWEN])
-def test_what_trains_on_an_h100_leaves_a_quarter_of_it_to_what_the_estimate_does_not_count(size: str) -> None:
-    """Buffers of reductions, gaps of the allocator, the context: 1.5B does not fit in micro-batches of 16k tokens."""
-    model = partial(nn.Identity, logits_chunk_elements=2**27)  # by default, as `built` has it
-    placing = SimpleNamespace(
-        config=QWEN[size].config(),
-        adapters=None,
-        parallelism=scale(),
-        dtype=torch.bfloat16,
-        attention="sdpa",
-        logprob_model=model,
-    )
-    bench = SimpleNamespace(placing=placing, policy=SimpleNamespace(optimizer=torch.optim.AdamW([torch.zeros(1)])))
-    micro_tokens = device_speed.MICRO_TOKENS + device_speed.TRAINED.prompt
-    assert device_speed.estimated(bench, micro_tokens, 1152) < 0.75 * 79.6 * 2**30
 
 
 def test_the_device_check_needs_neither_gin_nor_math_verify_nor_an_http_client() -> None:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 TOOLS = Path(__file__).resolve().parent
 HOME = TOOLS.parents[1] / ".venv-trl"
 EVALUATION = "time/evaluate"
+WARM_UP = 2  # steps of every start that are not measured
+DEADLINE = 3600.0  # seconds of one start
 POLL = 0.05  # seconds between two looks at a program's memory
 
 
@@ -61,10 +63,8 @@ def flags() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--scale", default="arithmetic,small", metavar="NAME,...", help="of bench_work.SCALES (default %(default)s)")
     add("--steps", type=int, default=10, help="measured steps of each side, in all (default %(default)s)")
-    add("--warm_up", type=int, default=2, help="steps before them, in every start (default %(default)s)")
     add("--rounds", type=int, default=2, help="starts of each side, in turn (default %(default)s)")
     add("--threads", type=int, default=2, help="of each side (default %(default)s)")
-    add("--timeout", type=float, default=3600.0, metavar="S", help="seconds for one start (default %(default)s)")
     add("--trl_python", type=Path, metavar="PATH", help="of an environment with TRL (default: .venv-trl, made)")
     add("--out", type=Path, metavar="FILE", help="write the page there as well")
     return parser
@@ -122,18 +122,17 @@ def chapter(args: argparse.Namespace, work: "Work", python: Path, folder: Path) 
     """The page's lines about one scale. Both sides start in turn, so that what else the machine does meets each."""
     from bench_work import make
 
-    shared = make(work, args.warm_up + ceil(args.steps / args.rounds), folder)
-    limits = {"warm_up": args.warm_up, "threads": args.threads, "deadline": args.timeout}
+    shared = make(work, WARM_UP + ceil(args.steps / args.rounds), folder)
     starts: dict[str, list[Measured]] = {"ours": [], "TRL": []}
     for number in range(args.rounds):
-        starts["ours"].append(ours(shared, folder / f"ours{number}", **limits))
-        starts["TRL"].append(trl(shared, folder / f"trl{number}", python=python, **limits))
+        starts["ours"].append(ours(shared, folder / f"ours{number}", threads=args.threads))
+        starts["TRL"].append(trl(shared, folder / f"trl{number}", python=python, threads=args.threads))
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
     both = {side: together(several) for side, several in starts.items()}
     yield (
         f"{shared['parameters']:,} parameters, {work.dtype}; {work.prompts} x {work.group_size} completions of up to "
         f"{work.new_tokens} tokens after prompts of {shared['prompt_tokens']:.1f}; {len(both['ours'].steps)} steps of "
-        f"each side; starts of each, in turn: {args.rounds}, each with {args.warm_up} to warm up; threads: "
+        f"each side; starts of each, in turn: {args.rounds}, each with {WARM_UP} to warm up; threads: "
         f"{args.threads}; tokens of a micro-batch of ours: {work.micro_tokens:,}, logits of a chunk of its head: "
         f"{work.logits_chunk_elements:,}; rows of a micro-batch of TRL's: {work.trl_rows or 'all'}."
     )
@@ -188,42 +187,42 @@ def together(several: list[Measured]) -> Measured:
     return Measured(steps, max(start.peak for start in several), several[0].versions)
 
 
-def ours(shared: dict[str, Any], folder: Path, *, warm_up: int, threads: int, deadline: float) -> Measured:
+def ours(shared: dict[str, Any], folder: Path, *, threads: int) -> Measured:
     """`python -m grpo_fn.run` on the work, timed by its own metrics."""
     from bench_work import gin_flags  # needs torch
 
     folder.mkdir()
     run = folder / "run"
     command = [sys.executable, "-m", "grpo_fn.run", *gin_flags(shared), "--run_dir", str(run)]
-    peak = watched(command, folder, threads=threads, deadline=deadline)
-    return of_ours(metrics_by_step(run, torn_end=False), warm_up, peak)
+    peak = watched(command, folder, threads=threads)
+    return of_ours(metrics_by_step(run, torn_end=False), peak)
 
 
-def of_ours(metrics: Mapping[int, dict[str, float | None]], warm_up: int, peak: float) -> Measured:
+def of_ours(metrics: Mapping[int, dict[str, float | None]], peak: float) -> Measured:
     """The figures of metrics.jsonl. time/total is from the end of one step's record to the end of the next one's.
 
     The evaluation that ends every run of ours is no part of a step: the other side has none.
     """
     steps = []
-    for line in [line for step, line in metrics.items() if step > 0][warm_up:]:
+    for line in [line for step, line in metrics.items() if step > 0][WARM_UP:]:
         phases = {name: x for name, x in line.items() if name.startswith("time/") and name != EVALUATION}
         seconds, rows = phases.pop("time/total") - line.get(EVALUATION, 0.0), line["generation/rows"]
         steps.append({"seconds": seconds, "rows": rows, "length": line["generation/tokens"] / rows, **phases})
     return Measured(steps, peak, {name: version(name) for name in ("torch", "transformers")})
 
 
-def trl(shared: dict[str, Any], folder: Path, *, python: Path, warm_up: int, threads: int, deadline: float) -> Measured:
+def trl(shared: dict[str, Any], folder: Path, *, python: Path, threads: int) -> Measured:
     """GRPOTrainer on the work, timed by a callback (bench_trl_side.py)."""
     folder.mkdir()
     (folder / "work.json").write_text(json.dumps(shared))
     out = folder / "out.json"
     command = [str(python), str(TOOLS / "bench_trl_side.py"), str(folder / "work.json"), str(out)]
-    peak = watched(command, folder, threads=threads, deadline=deadline)
+    peak = watched(command, folder, threads=threads)
     record = json.loads(out.read_text())
-    return Measured(record["steps"][warm_up:], peak, record["versions"])
+    return Measured(record["steps"][WARM_UP:], peak, record["versions"])
 
 
-def watched(command: list[str], folder: Path, *, threads: int, deadline: float) -> float:
+def watched(command: list[str], folder: Path, *, threads: int) -> float:
     """Run a program to its end; returns the most bytes that it and the processes it started had resident.
 
     Raises RuntimeError with the end of what it printed when it fails, and TimeoutError when it takes too long.
@@ -231,7 +230,7 @@ def watched(command: list[str], folder: Path, *, threads: int, deadline: float) 
     settings = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     paths = [str(TOOLS), os.environ.get("PYTHONPATH", "")]
     settings |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
-    log, until, looks, peak, helpers = folder / "log.txt", time.monotonic() + deadline, 0, 0.0, 0.0
+    log, until, looks, peak, helpers = folder / "log.txt", time.monotonic() + DEADLINE, 0, 0.0, 0.0
     with log.open("w") as printed:
         program = subprocess.Popen(
             command, cwd=folder, env={**os.environ, **settings}, stdout=printed, stderr=subprocess.STDOUT
@@ -249,7 +248,7 @@ def watched(command: list[str], folder: Path, *, threads: int, deadline: float) 
             program.wait()
     output = f"{' '.join(command[:3])}: {log.read_text()[-4000:]}"
     if late:
-        raise TimeoutError(f"not over after {deadline:.0f} s; {output}")
+        raise TimeoutError(f"not over after {DEADLINE:.0f} s; {output}")
     if program.returncode:
         raise RuntimeError(f"ended with {program.returncode}; {output}")
     return peak + helpers

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.tiny import models
 from grpo_fn.core import prng
@@ -60,24 +59,6 @@ SCALES = {
 def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
     """Write the model and the prompts of so many steps to `folder`; returns the settings that both sides share."""
     count = work.prompts * steps + 1  # one is held out: a run of ours has to hold out
-    prompts = make_random(work, count, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    shared = work._asdict()
-    del shared["sizes"]
-    return shared | {
-        "model": str(folder / "model"),
-        "prompts_file": str(folder / "prompts.jsonl"),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "prompt_tokens": sum(len(tokenizer(text)["input_ids"]) for text in prompts) / len(prompts),
-        "steps": steps,
-        "lr": 1e-6,
-        "beta2": 0.99,
-    }
-
-
-def make_random(work: Work, count: int, folder: Path) -> list[str]:
-    """Write a model with random weights and so many distinct prompts, which are returned."""
     key, task = prng.key(0, device="cpu"), arithmetic.task(max_value=5, operations=3, test_size=128)
     text_key, prompt_key = prng.fold_in(key, 1), prng.fold_in(key, 2)
     lessons = models.word_problem_lessons(0, task=lambda: task, worked_share=0.0)
@@ -85,7 +66,8 @@ def make_random(work: Work, count: int, folder: Path) -> list[str]:
     tokenizer = models.train_tokenizer(texts, vocabulary=min(TOKENS, work.sizes.vocabulary))
     config = work.sizes.config()
     config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
-    hf.export(models.random_model(config, seed=0), tokenizer, folder / "model")
+    model = models.random_model(config, seed=0)
+    hf.export(model, tokenizer, folder / "model")
     prompts: dict[str, None] = {}
     number = 0
     while len(prompts) < count:
@@ -100,7 +82,17 @@ def make_random(work: Work, count: int, folder: Path) -> list[str]:
         number += 1
     rows = [json.dumps({"prompt": prompt, "answer": "0"}) + "\n" for prompt in prompts]
     (folder / "prompts.jsonl").write_text("".join(rows))
-    return list(prompts)
+    shared = work._asdict()
+    del shared["sizes"]
+    return shared | {
+        "model": str(folder / "model"),
+        "prompts_file": str(folder / "prompts.jsonl"),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "prompt_tokens": sum(len(tokenizer(text)["input_ids"]) for text in prompts) / len(prompts),
+        "steps": steps,
+        "lr": 1e-6,
+        "beta2": 0.99,
+    }
 
 
 def words(key: torch.Tensor, count: int) -> str:

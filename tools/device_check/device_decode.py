@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from device_parts import KEY, forget, full_float32, local, most_held, problems, random_prompt, require, seconds, within
@@ -93,11 +93,12 @@ def drawn(setting: Setting, model: str, dtype: torch.dtype, work: Work) -> Drawn
     captured = usual.shared.engine.graphs is not None
     require(captured == (setting.device == "cuda"), "got a sampler that captures no graphs on CUDA")
     plain = uncached(usual.model, rollout)
-    u = uniform(rollout, work)
-    logp = plain.log_softmax(-1).gather(-1, rollout.tokens[:, 1:, None])[..., 0]
-    apart = (logp - rollout.logp_sampled[:, 1:])[rollout.mask[:, 1:]].abs()
+    tokens, mask = rollout.tokens[:, 1:], rollout.mask[:, 1:]
+    token, _ = categorical(plain, uniform(rollout, work), temperature=1.0)
+    logp = plain.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    apart = (logp - rollout.logp_sampled[:, 1:])[mask].abs()
     return Drawn(
-        same=agreement(rollout, plain, u),
+        same=float((token == tokens)[mask].float().mean()),
         mean=float(apart.mean()),
         most=float(apart.max()),
         again=in_common(rollout, again),
@@ -141,13 +142,6 @@ def uniform(rollout: Rollout, work: Work) -> Tensor:
     return torch.zeros(rollout.mask.shape, device=device).masked_scatter(rollout.mask, u[drawn])[:, 1:]
 
 
-def agreement(rollout: Rollout, logits: Tensor, u: Tensor) -> float:
-    """The share of sampled tokens that these logits and numbers lead to, too."""
-    token, _ = categorical(logits, u, temperature=1.0)
-    mask = rollout.mask[:, 1:]
-    return float((token == rollout.tokens[:, 1:])[mask].float().mean())
-
-
 def in_common(one: Rollout, other: Rollout) -> float:
     """The share of one's tokens at whose place the other has the same."""
     width = min(one.tokens.shape[1], other.tokens.shape[1])
@@ -174,7 +168,8 @@ def speed(setting: Setting, *, size: str) -> list[Figure]:
     whole = context(setting, folder(setting, shape), torch.bfloat16)
     sampler = local(whole, work)
     forget(setting.device)
-    tokens, took = timed(setting, sampler, work)
+    tokens = int(sample(sampler, work=work).mask.sum())  # and compiles and captures
+    took = seconds(setting.device, partial(sample, sampler, work=work), times=1 if setting.tiny else 2)
     read = 2 * shape.parameters() + work.rows * (work.prompt + work.new / 2) * shape.kv_bytes(2)
     limit = read / ceilings(setting).bandwidth
     share = limit * (tokens / work.rows) / took
@@ -189,18 +184,6 @@ def speed(setting: Setting, *, size: str) -> list[Figure]:
         Figure("transformers' generate", theirs, "tokens/s"),
         Figure("times generate", tokens / took / theirs, "x"),
     ]
-
-
-def timed(setting: Setting, sampler: Any, work: Work) -> tuple[float, float]:
-    """Tokens of a call, the mean, and its seconds; after one that compiles and captures."""
-    drawn: list[Rollout] = []
-
-    def call() -> None:
-        drawn.append(sampler.sample(problems(0, work.prompts), work.size, key=prng.key(len(drawn), device="cpu")))
-
-    call()
-    took = seconds(setting.device, call, times=1 if setting.tiny else 2)
-    return sum(int(rollout.mask.sum()) for rollout in drawn[1:]) / len(drawn[1:]), took
 
 
 @torch.no_grad()

@@ -63,7 +63,7 @@ def rows_of(vocabulary: int, *, groups: int, size: int, prompt: int, new: int) -
     return torch.where(column < start, shown, tokens), (column >= start) & (column < start + length)
 
 
-class Asked(NamedTuple):
+class Case(NamedTuple):
     """A model folder, a batch on the device, the oracle, and the learning signal that it leads to there."""
 
     model: str
@@ -72,7 +72,7 @@ class Asked(NamedTuple):
     signal: Scores
 
 
-def asked(setting: Setting) -> Asked:
+def new_case(setting: Setting) -> Case:
     """A middling model, and a batch whose old and reference policies are near its own."""
     model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
     oracle = FunctionalPolicy(
@@ -89,7 +89,7 @@ def asked(setting: Setting) -> Asked:
     batch = Batch(tokens, mask, sampled, old, ref, ref, adv, torch.zeros_like(mask), mask.long())
     signal = climb(oracle, batch)
     there = [type(one)(*(x.to(setting.device) for x in one)) for one in (batch, signal)]
-    return Asked(model, there[0], oracle, there[1])
+    return Case(model, there[0], oracle, there[1])
 
 
 def climb(policy: Any, batch: Batch) -> Scores:
@@ -118,14 +118,14 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def gradients(setting: Setting) -> list[Figure]:
     """The whole path of training against `functional_call` and `torch.func.vjp` on the CPU."""
-    model, batch, oracle, signal = asked(setting)
-    made = partial(built, setting, model, temperature=TEMPERATURE)
+    model, batch, oracle, signal = new_case(setting)
+    build = partial(built, setting, model, temperature=TEMPERATURE)
     with full_float32():
-        climb((single := made(torch.float32)).policy, batch)
+        climb((single := build(torch.float32)).policy, batch)
     largest, _ = distance(grads(single), oracle.grads)
-    half = made(torch.bfloat16)
+    half = build(torch.bfloat16)
     # The oracle's own signal: a token near a clip would get another one from the rounding of its log-prob.
-    once, again = (seen(half, batch, signal)[-1] for _ in range(2))
+    once, again = (scores_and_gradients(half, batch, signal)[-1] for _ in range(2))
     (_, rounded), (repeated, _) = distance(once, oracle.grads), distance(again, once)
     longer, deterministic = (repeats(setting, half, on=on) for on in (False, True))
     return [
@@ -149,7 +149,7 @@ def repeats(setting: Setting, bench: Bench, *, on: bool) -> float:
     before = torch.are_deterministic_algorithms_enabled()
     use_deterministic_kernels(on, setting.device)
     try:
-        once, again = (seen(bench, *there)[-1] for _ in range(2))
+        once, again = (scores_and_gradients(bench, *there)[-1] for _ in range(2))
     finally:
         use_deterministic_kernels(before, setting.device)
     return distance(again, once)[0]
@@ -157,29 +157,31 @@ def repeats(setting: Setting, bench: Bench, *, on: bool) -> float:
 
 def rows(setting: Setting) -> list[Figure]:
     """Scores and gradients of rows end to end against those of padded rows."""
-    model, batch, _, signal = asked(setting)
+    model, batch, _, signal = new_case(setting)
     figures: list[Figure] = []
     for dtype, most, goal in ((torch.float32, 1e-4, 1e-5), (torch.bfloat16, 0.1, 0.03)):
         query = torch.empty(1, 2, 64, dtype=dtype, device=setting.device)
         kernel = choose_kernel(query, "sdpa", None)
         name = getattr(kernel, "func", kernel).__name__
         with full_float32():
-            expected = seen(built(setting, model, dtype, packed=False, temperature=TEMPERATURE), batch, signal)
+            expected = scores_and_gradients(
+                built(setting, model, dtype, packed=False, temperature=TEMPERATURE), batch, signal
+            )
             bench = built(setting, model, dtype, temperature=TEMPERATURE)
-            apart = furthest(seen(bench, batch, signal), expected)
+            apart = furthest(scores_and_gradients(bench, batch, signal), expected)
             require(bench.policy.logprob_model.packs is True, "rows: got padded rows after all")
             what = f"packed rows, {str(dtype).removeprefix('torch.')}, {name}"
             figures.append(within(f"{what}, of the norm", apart, most, goal=goal))
     return figures
 
 
-def seen(bench: Bench, batch: Batch, signal: Scores) -> list[dict[str, Tensor]]:
+def scores_and_gradients(bench: Bench, batch: Batch, signal: Scores) -> list[dict[str, Tensor]]:
     """Log-probs, entropies, and the gradients that the signal is pulled back to; these are cleared."""
     scores, pullback = bench.policy.vjp(batch)
     pullback(signal)
-    found = [{"logp": scores.logp.float()}, {"entropy": scores.entropy.float()}, grads(bench)]
+    tensors = [{"logp": scores.logp.float()}, {"entropy": scores.entropy.float()}, grads(bench)]
     bench.policy.optimizer.zero_grad(set_to_none=True)
-    return found
+    return tensors
 
 
 def furthest(got: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> float:
@@ -235,28 +237,28 @@ def pulled(
 def float16(setting: Setting) -> list[Figure]:
     """Steps with the numbers of gin/scale/fp16.gin, until one is not skipped."""
     scaling = partial(optimizer.dynamic_loss_scale, interval=2000)
-    model, batch, *_ = asked(setting)
+    model, batch, *_ = new_case(setting)
     bench = built(setting, model, torch.float16, lr=1e-3, scaling=scaling, initial_scale=2.0**16)
     before = weights(bench)
     for _ in range(20):
         climb(bench.policy, batch)
-        if (said := bench.policy.update())["optimizer/step"] > 0:
+        if (figures := bench.policy.update())["optimizer/step"] > 0:
             break
     after = weights(bench)
-    require(said["optimizer/step"] > 0, f"float16: got no step in 20, the loss scale down to {bench.policy.scale:g}")
+    require(figures["optimizer/step"] > 0, f"float16: got no step in 20, the loss scale down to {bench.policy.scale:g}")
     require(all(bool(x.isfinite().all()) for x in after.values()), "float16: got weights that are not finite")
     moved = distance(after, before)[1]
     require(moved > 0, "float16: got the same weights after a step")
     return [
-        Figure("steps skipped before it", said["optimizer/overflows"]),
-        Figure("gradient norm", said["loss/grad_norm"]),
+        Figure("steps skipped before it", figures["optimizer/overflows"]),
+        Figure("gradient norm", figures["loss/grad_norm"]),
         Figure("weights moved, of the norm", moved),
     ]
 
 
 def offload(setting: Setting) -> list[Figure]:
     """One update with everything on the host against one on the device."""
-    model, batch, *_ = asked(setting)
+    model, batch, *_ = new_case(setting)
     moved = []
     for away in (True, False):
         bench = built(setting, model, torch.bfloat16, lr=1e-3, offload=away)
@@ -270,15 +272,15 @@ def offload(setting: Setting) -> list[Figure]:
 
 def compiled(setting: Setting) -> list[Figure]:
     """Compiled blocks on batches of three widths, and how often they were compiled anew."""
-    model, batch, _, signal = asked(setting)
+    model, batch, _, signal = new_case(setting)
     width, first = batch.mask.shape[1], int(batch.mask.int().argmax(-1).max())  # the longest prompt's end
     widths = [width, (width + first + 1) // 2, first + 1]
-    made = partial(built, setting, model, torch.bfloat16, temperature=TEMPERATURE)
-    fast, plain = made(compile=partial(blocks.torch_compile, mode="default")), made()
+    build = partial(built, setting, model, torch.bfloat16, temperature=TEMPERATURE)
+    fast, plain = build(compile=partial(blocks.torch_compile, mode="default")), build()
     worst = 0.0
     for columns in widths:
         part, of_part = (type(one)(*(x[:, :columns] for x in one)) for one in (batch, signal))
-        worst = max(worst, furthest(*(seen(bench, part, of_part) for bench in (fast, plain))))
+        worst = max(worst, furthest(*(scores_and_gradients(bench, part, of_part) for bench in (fast, plain))))
     graphs = blocks.recompilations()
     return [
         within("scores and gradients, of the norm", worst, 0.1, goal=0.03),

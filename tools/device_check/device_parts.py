@@ -138,11 +138,10 @@ def built(
     lr: float = 1e-6,
     scaling: Any = None,
     initial_scale: float = 1.0,
-    world: World | None = None,
     **changed: Any,
 ) -> Bench:
-    """The policy as `train` puts it together, of one rank without `world`; `changed` are fields of Parallelism."""
-    world = world or alone(find_device(setting.device, 0))
+    """The policy as `train` puts it together, of one rank; `changed` are fields of Parallelism."""
+    world = alone(find_device(setting.device, 0))
     placing = ModelSpec(
         folder=model,
         config=AutoConfig.from_pretrained(model),
@@ -174,7 +173,7 @@ def built(
     return Bench(policy, placed, placing, world)
 
 
-def local(context: SamplerContext, work: Work) -> Any:
+def local(context: SamplerContext, work: Work) -> local_sampler.LocalSampler:
     """The local sampler in that context, with a slot for every row."""
     return local_sampler.local(context, options(context, work))
 

@@ -1,7 +1,8 @@
 """vLLM in the process that trains: pushes, fingerprints, the probe, sleep and waking with real memory."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
 
 import torch
 from device_parts import GB, KEY, built, options, require
@@ -10,7 +11,7 @@ from device_shapes import QWEN, Work, folder, sized
 
 from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core import prng
-from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext
+from grpo_fn.shell.sampler.interface import DataParallelSampler
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.vllm import vllm_sampler
 from grpo_fn.shell.vllm.engine import check_installed
@@ -27,19 +28,32 @@ def colocated(setting: Setting) -> list[Figure]:
         raise LeftOut("vllm is not here") from error
     shape = sized(setting, QWEN["0.5b"])
     bench = built(setting, folder(setting, shape), torch.bfloat16, lr=1e-4)
-    sampler = engine_in(bench.context(), SMALL, tokens=SMALL.prompt + 2 * SMALL.new, cache=2**26)
+    place, positions, key = bench.context(), SMALL.prompt + 2 * SMALL.new, prng.key(KEY, device="cpu")
+    sampler = vllm_sampler.colocated_sampler(
+        place,
+        options(place, SMALL),
+        max_model_len=positions,
+        tensor_parallel=1,
+        gpu_memory_utilization=SHARE,
+        kv_cache_bytes=2**26,
+        enforce_eager=False,
+        generate_timeout=60.0,
+    )
     spread = DataParallelSampler(sampler, bench.world)
-    probe = Probe(max_gap=0.1)
-    key = prng.key(KEY, device="cpu")
+    probe = partial(Probe(max_gap=0.1), spread, bench.policy, key=key, max_positions=positions, dtype=torch.bfloat16)
     try:
         spread.load(bench.policy)  # raises StaleEngine where the fingerprints differ
-        first = probe(spread, bench.policy, key=key, max_positions=SMALL.prompt + 2 * SMALL.new, dtype=torch.bfloat16)
+        first = probe()
         verified = spread.figures()["engine/verified"]
-        shallow = nap(sampler.engine)
+        engine, before = sampler.engine, sampler.engine._held()
+        shallow = freed(lambda: engine.llm.sleep(level=1))
+        require(shallow > 0, "sleep level 1: got no memory back")
+        engine.llm.wake_up()
+        require(engine._held() == before, "sleep level 1: got other weights on waking")
         deep = freed(spread.rest)
         spread.load(bench.policy)
         bench.step(spread, AT_THE_START, prompts=4, group_size=SMALL.size, key=key, span=lambda _: nullcontext())
-        second = probe(spread, bench.policy, key=key, max_positions=SMALL.prompt + 2 * SMALL.new, dtype=torch.bfloat16)
+        second = probe()
     finally:
         spread.close()
     require(deep > 0, "sleep: got no memory back")
@@ -52,31 +66,7 @@ def colocated(setting: Setting) -> list[Figure]:
     ]
 
 
-def engine_in(place: SamplerContext, work: Work, *, tokens: int, cache: int) -> Any:
-    """The sampler, as gin/engine/vllm_colocated.gin makes it; `cache` bytes of keys and values, on a CPU."""
-    return vllm_sampler.colocated_sampler(
-        place,
-        options(place, work),
-        max_model_len=tokens,
-        tensor_parallel=1,
-        gpu_memory_utilization=SHARE,
-        kv_cache_bytes=cache,
-        enforce_eager=False,
-        generate_timeout=60.0,
-    )
-
-
-def nap(engine: Any) -> float:
-    """Gigabytes that sleep level 1 gives back. Awake again it holds what it held, or AssertionError is raised."""
-    before = engine._held()
-    gave = freed(lambda: engine.llm.sleep(level=1))
-    require(gave > 0, "sleep level 1: got no memory back")
-    engine.llm.wake_up()
-    require(engine._held() == before, "sleep level 1: got other weights on waking")
-    return gave
-
-
-def freed(f: Any) -> float:
+def freed(f: Callable[[], object]) -> float:
     """Gigabytes of the card that are free after it and were not before."""
     torch.cuda.synchronize()
     before, _ = torch.cuda.mem_get_info()

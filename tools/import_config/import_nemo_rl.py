@@ -55,9 +55,7 @@ def nemo_batches(key: Reader, draft: Draft, rows: int | None) -> None:
         draft.differs("grpo.max_num_steps", f"{steps} here; there also at most {epochs} epochs of the rows (--rows)")
     longest = key("policy.generation.max_new_tokens", total)
     draft.macros |= {"STEPS": steps, "MAX_NEW_TOKENS": longest}
-    draft.bind("train.train", model="%MODEL")
     draft.bind("step.Algorithm", minibatches=parts, old_logp="@step.from_trainer")
-    draft.bind("sections.Sampling", max_new_tokens="%MAX_NEW_TOKENS")
     draft.bind("sections.PolicyUpdate", micro_tokens=key("policy.train_micro_batch_size") * total)
     if key(f"{SHAPING}enabled"):  # DAPO's punishment of rows that run long, as a part of the reward
         most, buffer = key(f"{SHAPING}max_response_length", longest), key(f"{SHAPING}overlong_buffer_length")

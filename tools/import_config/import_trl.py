@@ -95,10 +95,8 @@ def trl_batches(key: Reader, draft: Draft, world: int, rows: int | None) -> Batc
         raise ValueError(f"max_steps: got none, with num_train_epochs {passes:g}; expected --rows, the training rows")
     steps = ceil(steps / (parts * epochs) if steps > 0 or rows is None else passes * rows / prompts)
     draft.macros["STEPS"] = steps
-    draft.bind("train.train", model="%MODEL")
     draft.bind("step.Algorithm", prompts=prompts, minibatches=parts)
     draft.bind("sections.Evaluation", problems=256)
-    draft.bind("sections.Sampling", max_new_tokens="%MAX_NEW_TOKENS")
     tokens = key("max_prompt_length") + key("max_completion_length")
     draft.bind("sections.PolicyUpdate", micro_tokens=device * tokens)
     draft.differs(

@@ -45,7 +45,9 @@ class Draft:
 
     includes: list[str] = field(default_factory=lambda: ["base.gin", "algo/grpo.gin"])
     macros: dict[str, Any] = field(default_factory=dict)
-    knobs: dict[str, Any] = field(default_factory=dict)  # a value that begins with @ or % is a reference
+    knobs: dict[str, Any] = field(  # a value that begins with @ or % is a reference
+        default_factory=lambda: {"train.train.model": "%MODEL", "sections.Sampling.max_new_tokens": "%MAX_NEW_TOKENS"}
+    )
     notes: list[tuple[str, str, str]] = field(default_factory=list)  # (kind, key, what there is to say)
 
     def bind(self, function: str, **knobs: Any) -> str:
@@ -105,21 +107,12 @@ class Option(NamedTuple):
     when: str  # condition
 
 
-class Note(NamedTuple):
-    """What there is to say of the original under a condition; {OPTION} in the text is the option's value."""
-
-    kind: str  # differs, left or refused
-    key: str
-    text: str
-    when: str = ""
-
-
 class Table(NamedTuple):
     """A peer's options, as trl.yaml describes them."""
 
     options: dict[str, Option]
     absent: dict[str, str]  # a pattern of options, and why they have no counterpart
-    notes: list[Note]
+    notes: list[list[str]]  # differs, left or refused; key; text, in which {OPTION} is its value; conditions
 
     def reason(self, name: str) -> str | None:
         """Why an option, or an empty mapping under it, has no counterpart."""
@@ -141,7 +134,7 @@ def option(default: Any, bounds: Any = "", ours: str = "", when: str = "") -> Op
 def table(name: str) -> Table:
     """The table in a YAML file beside this one."""
     rows = yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-    notes = [Note(*row) for row in rows.pop("notes")]
+    notes = rows.pop("notes")
     options = {key: option(*row) for key, row in rows.items() if isinstance(row, list)}
     return Table(options, {key: row for key, row in rows.items() if isinstance(row, str)}, notes)
 
@@ -183,19 +176,19 @@ class Reader:
 
     def holds(self, when: str) -> bool:
         """Whether a condition holds: `a & b=1|2 & c!=3`, an option by itself that is neither nothing nor false."""
-        return all(self._holds(*re.fullmatch(r"([\w.]+)(?:(!?=)(\S+))?", part).groups()) for part in when.split(" & "))
-
-    def _holds(self, name: str, sign: str | None, values: str | None) -> bool:
-        value = self(name)
-        return bool(value) if sign is None else (str(value) in values.split("|")) == (sign == "=")
+        parts = (re.fullmatch(r"([\w.]+)(?:(!?=)(\S+))?", part).groups() for part in when.split(" & "))
+        return all(
+            (str(self(name)) in values.split("|")) == (sign == "=") if sign else bool(self(name))
+            for name, sign, values in parts
+        )
 
     def carry(self, draft: Draft) -> None:
         """Note what the table says, and put the options where it says; what has no value goes nowhere.
 
         Raises ValueError for what the table refuses.
         """
-        for kind, key, text, when in self.rows.notes:
-            if when and not self.holds(when):
+        for kind, key, text, *when in self.rows.notes:
+            if when and not any(map(self.holds, when)):
                 continue
             text = re.sub(r"\{([\w.]+)\}", lambda name: str(self(name[1])), text)
             if kind == "refused":

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -60,7 +60,12 @@ class Stop:
         workers = psutil.Process().children()
         if self.codes is None:
             self.codes, self.final = [], number == FINAL_EXIT
-            self._let_end(workers, final_exit=number == FINAL_EXIT)
+            if self.final:
+                self._wait(workers, OTHERS)
+            for worker in workers:
+                if exit_code(worker.pid) is None:
+                    worker.send_signal(signal.SIGTERM)
+            self._wait(workers, self.grace)
         elif number == signal.SIGINT:
             for worker in workers:
                 worker.kill()
@@ -70,14 +75,6 @@ class Stop:
         self.codes = [-signal.SIGKILL if (code := exit_code(w.pid)) is None else code for w in workers]
         # torchrun knows this exception from its own handlers: it kills what is left and leaves the rendezvous open.
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
-
-    def _let_end(self, workers: Sequence[psutil.Process], *, final_exit: bool) -> None:
-        if final_exit:
-            self._wait(workers, OTHERS)
-        for worker in workers:
-            if exit_code(worker.pid) is None:
-                worker.send_signal(signal.SIGTERM)
-        self._wait(workers, self.grace)
 
     def _wait(self, workers: Sequence[psutil.Process], seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -177,7 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.nproc_per_node.isdigit() and int(args.nproc_per_node) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, and warns of that in four lines
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    grow_segments(os.environ)
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Packed micro-batches never have the same number of tokens twice: blocks of fixed sizes would leave a nearly
+        # full card in fragments.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     stop = Stop(grace)
     for number in (*STOP_SIGNALS, FINAL_EXIT):
         signal.signal(number, stop)
@@ -214,16 +214,6 @@ def failures(failed: ChildFailedError) -> str:
     codes = {rank: failed.failures[rank].exitcode for rank in ranks}
     ends = {rank: f"with {code}" if code >= 0 else f"by {signal.Signals(-code).name}" for rank, code in codes.items()}
     return "error: " + ", ".join(f"rank {rank} ended {how}" for rank, how in ends.items()) + "; the first one says why"
-
-
-def grow_segments(env: MutableMapping[str, str]) -> None:
-    """Have torch's CUDA allocator grow its segments, unless the user has configured it.
-
-    Packed micro-batches never have the same number of tokens twice: blocks of fixed sizes would leave a nearly full
-    card in fragments.
-    """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys():
-        env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def seconds(name: str, text: str) -> float:

@@ -9,24 +9,14 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
-from typing import NamedTuple
 
-LABELS = {"Use it when": "use it when", "Peers": "peers"}
+COLUMNS = ["function", "what it is", "use it when", "source", "peers"]
+LABELS = ("Use it when", "Peers")
 # "GSPO (arXiv:2507.18071, eq. 5 and 7)" or "(IcePop; arXiv:...)": a clause, and in parentheses where it is to be found.
 PLACE = r"(?:arXiv:\d|https?://|(?:18|19|20)\d\d)"
 CITATION = re.compile(
     rf"((?:[^.;:,()]|\.(?=\S)|(?<=al)\.|(?<=eq)\.|(?<=Dr)\.|,(?= \"|[^()]*\"))*)\(([^()]*?{PLACE}[^()]*)\)"
 )
-
-
-class Entry(NamedTuple):
-    """A function's line of the page."""
-
-    call: str
-    formula: str
-    use: str
-    source: str
-    peers: str
 
 
 def functions(words: str) -> dict[str, Callable[..., object]]:
@@ -41,36 +31,31 @@ def functions(words: str) -> dict[str, Callable[..., object]]:
     return found
 
 
-def citations(text: str) -> list[str]:
-    """The papers that a docstring's text names, each as "what, where": the clause before it and its parentheses."""
-    return [", ".join(part for part in (clause.strip(), where) if part) for clause, where in CITATION.findall(text)]
-
-
-def entry(name: str, function: Callable[..., object]) -> Entry:
-    """A function's line, from its signature and its docstring."""
+def cells(name: str, function: Callable[..., object]) -> list[str]:
+    """A function's COLUMNS, from its signature and its docstring."""
     knobs = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     formula, _, rest = (inspect.getdoc(function) or "").partition("\n")
     if not formula:
         raise ValueError(f"{function.__module__}.{name}: got no docstring, expected one: its first line is the formula")
-    labelled = dict.fromkeys(LABELS.values(), "")
+    labelled = dict.fromkeys(LABELS, "")
     body = [formula]
     for paragraph in re.split(rf"\n\n|\n(?=(?:{'|'.join(LABELS)}):)", rest.strip()):
         label, found, text = " ".join(paragraph.split()).partition(": ")
         if found and label in LABELS:
-            labelled[LABELS[label]] = text.removesuffix(".")
+            labelled[label] = text.removesuffix(".")
         else:
             body.append(" ".join(paragraph.split()))
     call = f"{name}({', '.join(knobs)})" if knobs else name
-    sources = "; ".join(citations(" ".join(body)))
-    return Entry(f"`{call}`", formula.removesuffix("."), labelled["use it when"], sources, labelled["peers"])
+    papers = CITATION.findall(" ".join(body))  # each as "what, where"
+    sources = "; ".join(", ".join(part for part in (clause.strip(), where) if part) for clause, where in papers)
+    return [f"`{call}`", formula.removesuffix("."), labelled["Use it when"], sources, labelled["Peers"]]
 
 
 def table(words: str) -> str:
     """The Markdown table; a column in which nothing stands is left out."""
-    lines = [entry(name, function) for name, function in functions(words).items()]
+    lines = [cells(name, function) for name, function in functions(words).items()]
     if not lines:
         raise ValueError(f"got no function of {words}, expected the data of some function there")
-    heads = Entry("function", "what it is", "use it when", "source", "peers")
-    shown = [i for i in range(len(heads)) if any(line[i] for line in lines)]
-    rows = [heads, Entry(*["---"] * len(heads)), *lines]
+    shown = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *lines]
     return "\n".join("| " + " | ".join(row[i].replace("|", r"\|") for i in shown) + " |" for row in rows)
