@@ -124,7 +124,7 @@ def restore(run: TrainingRun, notes: list[str]) -> Progress | None:
 
 
 def read_tape(run: TrainingRun, start: int) -> list[str]:
-    """Take in what environments answered in steps that a run has taken and lost; returns a line on it."""
+    """Read the recorded answers of environments for steps that will be repeated; return a line on it."""
     if run.environments is None or run.request.force:  # with another configuration it is another run
         return []
     steps = run.world.agree(
@@ -137,7 +137,7 @@ def read_tape(run: TrainingRun, start: int) -> list[str]:
 
 
 def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
-    """Log the plan and measure the policy before training, as step 0; a checkpoint where that is pending."""
+    """Log the plan and measure the policy before training, as step 0; save a checkpoint if that is pending."""
     for line in run.plan:
         loggers.line(line)
     loggers.write(write_run_header, run.run_dir)
@@ -186,7 +186,7 @@ def take_steps(run: TrainingRun, progress: Progress, loggers: RunLoggers, began:
                 progress.seconds = time.perf_counter() - began
                 check_health(run, step, loggers)
                 if run.evaluator is not None:
-                    with loggers.clock.span("evaluate"):  # in the next step's time: what of it holds up the training
+                    with loggers.clock.span("evaluate"):  # in the next step's time: only what training waits for
                         async_eval.advance_evaluation(run, progress, loggers, due=evaluates(run, step))
                 last = stop_requested(run, loggers) or bool(loggers.fatal) or step == run.settings.steps
                 if last or is_due(step, run.settings.checkpoints.every) or step in progress.pending:
@@ -203,7 +203,7 @@ def end_early(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> int 
     signal = loggers.stop.requested or "a signal to another rank"
     if done == steps and not async_eval.finish_evaluations(run, progress, loggers):
         loggers.saver.wait()
-        loggers.line(f"stopped by {signal} before the last evaluation; it is made by: {again}")
+        loggers.line(f"stopped by {signal} before the last evaluation; to make it: {again}")
         return EXIT_STOPPED
     with ErrorContext(run.world, done, loggers.clock), loggers.clock.span("checkpoint"):
         if progress.saved < done < steps:  # the signal came between two steps, or before the first
@@ -348,7 +348,7 @@ def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[st
 
 
 def save_checkpoint(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> None:
-    """Begin to save a checkpoint, once the log is written up to it; those no longer kept go when it is there."""
+    """Start to save a checkpoint once the log is written; those that are not kept go when it is whole."""
     run.world.agree(lambda: loggers.writer.wait(), what="the log")  # a line is lost only if its checkpoint is, too
     progress.ahead = run.sampler.drain()
     blobs, meta = packed_progress(progress, run.policy, run.settings.lora)
@@ -391,7 +391,7 @@ def export_run(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> Non
 
 def write_export(run: TrainingRun, progress: Progress, weights: dict[str, Tensor], loggers: RunLoggers) -> None:
     """Write model, adapters and summary.json; on the main rank."""
-    # A process killed after its last checkpoint may not have come to it.
+    # A process killed after its last checkpoint may not have done so.
     root, how = run.run_dir / "checkpoints", run.settings.checkpoints
     store.prune(root, keep_last=how.keep_last, keep_best=how.keep_best, metric=BEST, scores=progress.scores)
     model = run.policy.model

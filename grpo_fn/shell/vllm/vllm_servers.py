@@ -1,4 +1,4 @@
-"""vLLM servers elsewhere as an engine: requests go to those that are well, weights to all of them.
+"""vLLM servers elsewhere as an engine: requests go to those that answer, weights to all of them.
 
 A server is in (`Router.add_server`) while it answers and has the newest weights, and out (`Router.drop_server`) from
 the first failure on. Weights go in by `WeightUpdater`: open, chunks, finish, `verify_weights`, for all servers at once
@@ -27,11 +27,11 @@ from grpo_fn.shell.world import World
 
 T = TypeVar("T")
 
-# -- requests, to servers that are well
+# -- requests, to servers that answer
 
 
 COMPLAINTS = 16  # kept until they are logged
-AHEAD = 8  # requests that a server may have more than twice those of another, and still get those it has read
+AFFINITY_SLACK = 8  # a prompt stays with the server that has read it up to so many requests above twice the least
 
 
 class PushedWeights(NamedTuple):
@@ -130,7 +130,7 @@ class Router:
         if prefix is None:
             return least
         home = self.servers[prefix % len(self.servers)]
-        return home if home.live and home.busy <= 2 * least.busy + AHEAD else least
+        return home if home.live and home.busy <= 2 * least.busy + AFFINITY_SLACK else least
 
     def _oldest(self, server: Server, answer: ServerCompletion, label: str) -> int:
         """Version of the oldest token; `label` is of the weights that the server had before, if it names none."""
@@ -217,7 +217,7 @@ class WeightUpdater:
         self.unreadable: set[str] = set()  # servers whose layout does not show what they hold
         self.swapping = asyncio.Lock()
 
-    # Which servers are well
+    # Which servers are ready
 
     async def ready_servers(self) -> list[RoutedServer]:
         """All that answer and were started as they have to be; before the first push the rest are waited for.
@@ -226,33 +226,37 @@ class WeightUpdater:
         """
         until = time.monotonic() + self.router.deadline
         while True:
-            well = await self.each(self.router.servers, self._is_updating, strict=not self.router.pushed)
-            if len(well) == len(self.router.servers) or (well and (self.router.pushed or time.monotonic() > until)):
-                return well
+            ready = await self.each(self.router.servers, self._check_server, strict=not self.router.pushed)
+            if len(ready) == len(self.router.servers) or (ready and (self.router.pushed or time.monotonic() > until)):
+                return ready
             if time.monotonic() > until:
                 raise self.router.no_server_error("new weights")
             await asyncio.sleep(min(READY_POLL, CHECK_SECONDS))
 
-    async def _is_updating(self, server: RoutedServer) -> bool:
-        """Whether its workers are still at an update that was not finished. Raises RequestRefused for a wrong start."""
+    async def _check_server(self, server: RoutedServer) -> bool:
+        """Check that it answers and how it was started; return whether an update was left unfinished.
+
+        Raises RequestRefused if it was started with other settings than the run needs.
+        """
         await server.get("/health")
-        for described in await server.rpc("grpo_described"):
+        workers = await server.rpc("grpo_described")
+        for described in workers:
             odd = {name: described.get(name) for name in self.expected if described.get(name) != self.expected[name]}
             if odd:
                 raise RequestRefused(
                     f"{server.url}: got {odd}, expected {dict(self.expected)}; start it with "
                     "tools/launch/vllm_server.sh"
                 )
-        self.repeatable = described["repeatable"]
+        self.repeatable = all(described["repeatable"] for described in workers)
         newest = self.router.newest
         if newest is None or not (await server.version()).startswith(f"{newest.run}-"):
             server.joined = False  # it was started again, or another trainer has it
-        return described["updating"]
+        return any(described["updating"] for described in workers)
 
     async def recover_servers(self) -> None:
-        """For ever: take back those that are out, once they are well and have the newest weights.
+        """For ever: take back servers that were dropped, once they answer and have the newest weights.
 
-        The rank that gives weights looks at the others, too: it may have no work there that would fail.
+        The rank that sends weights checks the others, too: it may have no request there whose failure would show it.
         """
         while True:
             await asyncio.sleep(CHECK_SECONDS)
@@ -262,17 +266,17 @@ class WeightUpdater:
 
     async def _recover(self, server: RoutedServer) -> None:
         try:
-            await self._is_updating(server)  # a server that hangs does so before the lock, so that no push waits for it
+            await self._check_server(server)  # before the lock: no push waits for a server that hangs
             async with self.swapping:
                 await self._bring_up_to_date(server)
         except Exception as error:  # whatever answers at that address: looking after the others goes on
             self.router.drop_server(server, error)
 
     async def _bring_up_to_date(self, server: RoutedServer) -> None:
-        updating = await self._is_updating(server)
+        updating = await self._check_server(server)
         if updating or await server.version() != self.router.newest.label:
             kept = self.transfer.again() if self.sends_weights else None
-            self.router.drop_server(server, f"{server.url}: has other weights, and gets the newest with the next push")
+            self.router.drop_server(server, f"{server.url}: does not have the newest weights")
             if kept is None:
                 return
             try:
@@ -292,7 +296,7 @@ class WeightUpdater:
     async def swap(
         self, servers: Sequence[RoutedServer], step: Callable[[RoutedServer], Awaitable[Any]]
     ) -> list[RoutedServer]:
-        """A step of it with all of them at once; those that it worked with. The others are out, and left in order."""
+        """Take a step of the swap on all servers; return those that took it. The others discard their update."""
         done = await self.each(servers, step)
         await self.each([server for server in servers if server not in done], self.discard_update)
         return done
@@ -300,7 +304,7 @@ class WeightUpdater:
     async def each(
         self, servers: Sequence[RoutedServer], step: Callable[[RoutedServer], Awaitable[Any]], *, strict: bool = False
     ) -> list[RoutedServer]:
-        """The step with all of them at once; those that it worked with. The others are out."""
+        """Take a step on all servers at once; return those that took it. The others are dropped."""
         results = await asyncio.gather(*map(step, servers), return_exceptions=True)
         done = []
         for server, result in zip(servers, results, strict=True):
@@ -314,7 +318,7 @@ class WeightUpdater:
 
     async def open(self, server: RoutedServer) -> None:
         """Meet the trainer if need be, stop drawing, and expect weights."""
-        if await self._is_updating(server):
+        if await self._check_server(server):
             await server.rpc("grpo_abandoned")
         if not server.joined:
             workers = (await server.get("/get_world_size"))["world_size"]
@@ -337,7 +341,7 @@ class WeightUpdater:
         # What was computed of prompts and of requests at work is wrong with the new weights.
         reset = await server.post("/reset_prefix_cache", params={"reset_running_requests": True})
         if not reset.get("success", True):
-            raise Unreachable(f"{server.url}: got its cache of prefixes held, expected it dropped")
+            raise Unreachable(f"{server.url}: got a prefix cache of the old weights, expected it to be reset")
         await self._relabel(server, newest.label)  # last: with this label it counts as well
         await server.post("/resume")
 
@@ -368,7 +372,7 @@ class WeightUpdater:
         await server.post("/update_weight_version", json={"new_version": label})
 
 
-async def check_carried(server: RoutedServer, *, failed: Mapping[str, str]) -> None:
+async def raise_if_send_failed(server: RoutedServer, *, failed: Mapping[str, str]) -> None:
     """Raise Unreachable for one of these addresses, which the trainer could not send to."""
     if server.url in failed:
         raise Unreachable(failed[server.url])
@@ -541,7 +545,7 @@ class DedicatedEngine:
             info = self._transfer.offer(chunk)
             taking = self._start(updater.swap(servers, partial(updater.take, info=info)))
             failed = self._transfer.carry(chunk, [server.url for server in servers])
-            servers = self._run(updater.swap(_result(taking), partial(check_carried, failed=failed)))
+            servers = self._run(updater.swap(_result(taking), partial(raise_if_send_failed, failed=failed)))
         self._transfer.end()
         newest = PushedWeights(self._run_id, version, sent)
         urls = [server.url for server in self._run(updater.swap(servers, partial(updater.finish, newest=newest)))]
