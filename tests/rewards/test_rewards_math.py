@@ -344,6 +344,7 @@ shapes = st.sampled_from(
 
 
 @given(shapes, st.integers(2, 50), st.integers(1, 50), st.integers(-1, 1), st.integers(-1, 1), wraps)
+@example(("%s, %s", "%s,\\ %s"), 50, 50, 0, 0, "%s")  # a comma and a space are no thousands
 def test_points_lists_intervals_matrices_and_sums_are_right_iff_their_parts_are(shape, low, step, more, less, wrap):
     gold, said = shape
     high = low + step
