@@ -1,4 +1,4 @@
-"""A small Qwen2 with a tokenizer of its own: warm-started on the demonstrations of a task, or random.
+"""A small Qwen2 with its own tokenizer: warm-started on the demonstrations of a task, or random.
 
 The result is an ordinary Hugging Face folder. A warm-started one is kept under a hash of all that it is made of, so a
 folder that is there is the one that would be made.

@@ -85,7 +85,7 @@ def choose_uids(
 ) -> list[int]:
     """The uids of draws first, ..., first + count - 1, each a turn of an arm that it had not before.
 
-    Draws are chosen in batches of `count` from `drawn` on, each with a key of its own, by the state before the step: so
+    Draws are chosen in batches of `count` from `drawn` on, each with its own key, by the state before the step: so
     it does not matter whether the batches before were asked for in this call or in others. Raises ValueError where the
     curriculum chooses what is no arm.
     """

@@ -110,7 +110,7 @@ def with_teacher_divergence(
     loss_aggregation: Callable[[Batch, Totals], Tensor],
     coef: float,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "B T"]]]:
-    """objective + coef sum_bt v_bt d_bt: a divergence to the teacher beside an objective, with weights v of its own.
+    """objective + coef sum_bt v_bt d_bt: a divergence to the teacher beside an objective, with its own weights v.
 
     In the place of `distillation.teacher_gap`, whose gap shares the weights of the advantages: there a mean over rows
     divides both by a row's length, here the divergence may be a mean over tokens while the objective is one over rows.

@@ -182,7 +182,7 @@ def seed_sections(paths: Sequence[Path], accuracies: Sequence[float]) -> list[st
 
 
 def runs_by_setting(paths: Sequence[Path], accuracies: Sequence[float]) -> dict[str, dict[Seeds, tuple[Path, float]]]:
-    """Setting -> seeds -> run and accuracy; what is no run folder is a setting of its own, without a seed."""
+    """Setting -> seeds -> run and accuracy; what is no run folder is its own setting, without a seed."""
     from grpo_fn.shell.checkpoint.run_dir import MARKER, SEED_KNOBS
     from grpo_fn.shell.logging.metrics_writer import read_hparams
 

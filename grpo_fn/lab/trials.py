@@ -145,7 +145,7 @@ class TrialRunner:
         self.stopped_at = min(self.stopped_at, time.monotonic())
 
     def _start(self, trial: Trial) -> Running:
-        """A trial in a process of its own, with its share of the cores; what it prints is added to NAME.out."""
+        """A trial in its own process, with its share of the cores; what it prints is added to NAME.out."""
         threads = max(1, (os.cpu_count() or 1) // self.jobs)
         trial_path(self.out, trial, ".exit").unlink(missing_ok=True)
         run_dir = str(trial_path(self.out, trial))

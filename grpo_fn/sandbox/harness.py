@@ -1,4 +1,4 @@
-"""What runs inside the sandbox: a judge, and the program in a child process of its own.
+"""What runs inside the sandbox: a judge, and the program in its own child process.
 
 The judge reads how to be shut in, starts the child, and only then reads the tests and the secret: the child, which
 begins as a copy of the judge, never had any of them in its memory. The child runs the program and answers the judge's

@@ -1,4 +1,4 @@
-"""BackgroundWorker: calls made one after another in a thread of their own, beside the training."""
+"""BackgroundWorker: calls made one after another in their own thread, beside the training."""
 
 import sys
 import traceback

@@ -5,9 +5,9 @@ import os
 import signal
 from types import FrameType
 
-# EX_TEMPFAIL of sysexits.h: everything is saved, the same command goes on from here.
+# EX_TEMPFAIL of sysexits.h: everything is saved, the same command resumes from here.
 EXIT_STOPPED = 75
-# A rule of sections.Health.stop fired: everything is saved, and a person should look before the same command goes on.
+# A rule of sections.Health.stop fired: everything is saved, and a person should look before the same command resumes.
 EXIT_UNHEALTHY = 76
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of the GNU C library's malloc.h
 

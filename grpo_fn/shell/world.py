@@ -25,7 +25,7 @@ from grpo_fn.shell.background_worker import BackgroundWorker
 
 T = TypeVar("T")
 
-EXIT_LOST = 71  # EX_OSERR of sysexits.h: another rank is gone or does not answer; the run goes on from its checkpoint
+EXIT_LOST = 71  # EX_OSERR of sysexits.h: another rank is gone or does not answer; the run continues from its checkpoint
 BEATS = 4  # messages within a deadline from a main rank that is at work while the others wait
 GRACE = 5.0  # seconds that the backend has to raise by itself, which says more, before the watching thread ends it
 NCCL_GRACE = (
@@ -88,7 +88,7 @@ class World:
         return value
 
     def agree_at_length(self, f: Callable[[], T], *, what: str) -> T:
-        """As `agree`, for what may take the main rank longer than the deadline: the others learn that it goes on."""
+        """As `agree`, for what may take the main rank longer than the deadline: the others learn that it continues."""
         if self.size == 1:
             return f()
         if not self.main:
@@ -159,7 +159,7 @@ class World:
 
     def _watch(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # every thread has a current one of its own
+            torch.cuda.set_device(self.device)  # each thread has its own current device
         while True:
             time.sleep(min(1.0, self.deadline / 10))
             waits = [(since, what, self.deadline + GRACE, _never) for since, what in self._waits[-1:]]
@@ -231,7 +231,7 @@ def rendezvous_store(timeout: timedelta) -> dist.Store:
     """The store in which the ranks find one another's addresses.
 
     torchrun keeps one for all attempts of a job, with the addresses of the dead in it (pytorch#135712), so every
-    attempt has a corner of its own. Where all ranks are on one host: hosts do not count attempts alike, and
+    attempt has its own corner. Where all ranks are on one host: hosts do not count attempts alike, and
     tools/launch/agent.py sees to it that theirs is a new one.
     """
     store, _, size = next(dist.rendezvous("env://", timeout=timeout))

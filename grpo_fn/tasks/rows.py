@@ -170,7 +170,7 @@ def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[Row]:
 
 
 def library(name: str, extra: str) -> ModuleType:
-    """A module of a library that an extra of ours installs. Raises ValueError where it is missing."""
+    """A module of a library that one of grpo_fn's extras installs. Raises ValueError where it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

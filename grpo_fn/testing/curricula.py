@@ -82,7 +82,7 @@ def nothing_but_the_arguments_counts(curriculum: Curriculum, case: CurriculumCas
 
 @holds_for(curriculum_cases)
 def a_stored_state_goes_on_alike(curriculum: Curriculum, case: CurriculumCase) -> None:
-    """A run that goes on from a checkpoint chooses what it would have chosen."""
+    """A run that resumes from a checkpoint chooses what it would have chosen."""
     state = start_of(curriculum, case)
     for step, rates in enumerate(case.rates):
         again = stored_again(state)

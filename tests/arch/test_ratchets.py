@@ -177,7 +177,7 @@ RATCHETS = {
         lambda: functions_with_mentions(1), "remove those that neither gin nor a protocol nor a test calls"
     ),
     "functions that one other place names": Ratchet(
-        lambda: functions_with_mentions(2), "write the function where it is called, unless it is an idea of its own"
+        lambda: functions_with_mentions(2), "write the function where it is called, unless it holds one idea"
     ),
     "functions above 60 code lines": Ratchet(
         lambda: len(long_functions()),

@@ -1,4 +1,4 @@
-"""Configuration: what a gin file says is what the root receives, and every mistake is reported in a line of its own."""
+"""Configuration: what a gin file says is what the root receives, and every mistake is reported in its own line."""
 
 import pickle
 import re

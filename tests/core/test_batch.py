@@ -70,7 +70,7 @@ def test_a_group_counts_once_however_its_rows_are_dealt_out(drawn):
     found = {int(n) for n in batch.group_tokens[batch.mask]}
     assert len(found) <= int(count(batch).groups) <= int(batch.mask.any(-1).sum())
     given = given_batch(Rollout(batch.tokens, batch.mask, batch.logp_old, batch.mask[:, 0], ("",) * len(batch.mask)))
-    assert int(count(given).groups) == int(count(given).rows)  # each given row is a group of its own
+    assert int(count(given).groups) == int(count(given).rows)  # each given row is its own group
 
 
 # -- minibatches

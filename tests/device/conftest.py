@@ -1,4 +1,4 @@
-"""Programs on the fake device, each in a process of its own: torch asks once which devices there are."""
+"""Programs on the fake device, each in its own process: torch asks once which devices there are."""
 
 import fcntl
 import hashlib

@@ -1,4 +1,4 @@
-"""Stand-ins: a sampler with a module of its own, which may be asked while the policy trains, and a mirror."""
+"""Stand-ins: a sampler with its own module, which may be asked while the policy trains, and a mirror."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Runs in processes of their own, each forked from a server that has everything imported: real signals, no waiting."""
+"""Runs in their own processes, each forked from a server that has everything imported: real signals, no waiting."""
 
 import json
 import multiprocessing
@@ -48,7 +48,7 @@ def refusal(argv: Sequence[str]) -> str:
 
 
 def start(argv: Sequence[str], out: Path, doom: Callable[[], None] | None = None) -> BaseProcess:
-    """Start a run in a process of its own; what it prints goes to the file `out`. `doom` is called in it first."""
+    """Start a run in its own process; what it prints goes to the file `out`. `doom` is called in it first."""
     serving()
     process = SERVER.Process(target=_work, args=(list(argv), str(out), doom, os.getcwd()))
     process.start()

@@ -75,7 +75,7 @@ class Server(ThreadingHTTPServer):
 
 @contextmanager
 def judge_server(script: Script, *, models: tuple[str, ...] = ("judge-1",)) -> Iterator[JudgeServer]:
-    """A server on a port of its own, until the context is left."""
+    """A server on its own port, until the context is left."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,4 +1,4 @@
-"""One step of a preset without a model: each token's logp is a parameter of its own, so its gradient is the signal."""
+"""One step of a preset without a model: each token's logp is its own parameter, so its gradient is the signal."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -46,7 +46,7 @@ def run(argv: Sequence[str | Path], env: Mapping[str, str], **how: Any) -> subpr
 
 
 class Started:
-    """A launch in the background, in a session of its own, with its output in a file; ended when the block is left."""
+    """A launch in the background, in its own session, with its output in a file; ended when the block is left."""
 
     def __init__(self, argv: Sequence[str | Path], env: Mapping[str, str], log: Path, cwd: Path = ROOT) -> None:
         self.log = log

@@ -86,7 +86,7 @@ def test_failures_are_one_line_and_the_first_comes_first() -> None:
 
 @pytest.fixture
 def own_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session has children of its own (servers, a browser), which are no workers: only shells are asked to stop."""
+    """The session has its own children (servers, a browser), which are no workers: only shells are asked to stop."""
     every = psutil.Process.children
 
     def shells(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""A job over two hosts with addresses of their own: by hand, when one disappears, when one is drained."""
+"""A job over two hosts with their own addresses: by hand, when one disappears, when one is drained."""
 
 import shlex
 import sys

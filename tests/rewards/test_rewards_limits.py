@@ -1,4 +1,4 @@
-"""A reward with a deadline of its own: the same reward, under the same name, that says how long it may take."""
+"""A reward with its own deadline: the same reward, under the same name, that says how long it may take."""
 
 from functools import partial, reduce
 

@@ -157,7 +157,7 @@ def complain(text: str) -> None:
 
 
 def late(world: World, sleeper: int, deadline: float) -> tuple[str, str, Any, float]:
-    """One rank comes too late; in a world of its own, whose deadline is short."""
+    """One rank comes too late; in its own world, whose deadline is short."""
     small = World(world.rank, world.size, CPU, deadline=deadline)
     small.exchange(None, what="the first, in time")
     if world.rank == sleeper:
@@ -203,7 +203,7 @@ def test_a_rank_that_waits_for_a_lost_one_reports_it_at_once():
 
 
 def at_length(world: World, deadline: float, raises: bool) -> tuple[str, str, Any]:
-    """The main rank is at it for longer than the deadline of a world of its own."""
+    """The main rank is at it for longer than the deadline of its own world."""
     small = World(world.rank, world.size, CPU, deadline=deadline)
     ran = []
 

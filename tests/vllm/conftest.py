@@ -1,4 +1,4 @@
-"""Tests of the real engine, in an environment of its own: `make test-vllm`. Elsewhere they are skipped, loudly."""
+"""Tests of the real engine, in its own environment: `make test-vllm`. Elsewhere they are skipped, loudly."""
 
 from importlib.util import find_spec
 from pathlib import Path

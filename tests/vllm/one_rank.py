@@ -1,6 +1,6 @@
 """A rank of a torchrun job that trains and samples: argv is a model folder, tensor_parallel, and its output folder.
 
-It has a process group of its own, as the trainer has; the engine is made in it, pushed to twice and closed, and the
+It has its own process group, as the trainer has; the engine is made in it, pushed to twice and closed, and the
 group goes on.
 """
 

@@ -80,7 +80,7 @@ def gap(module, requests, answers):
 
 
 class Process:
-    """A server in a process of its own."""
+    """A server in its own process."""
 
     def __init__(self, folder, log):
         with socket.socket() as probe:

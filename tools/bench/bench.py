@@ -133,7 +133,7 @@ def chapter(args: argparse.Namespace, work: "Work", python: Path, folder: Path) 
         f"{shared['parameters']:,} parameters, {work.dtype}; {work.prompts} x {work.group_size} completions of up to "
         f"{work.new_tokens} tokens after prompts of {shared['prompt_tokens']:.1f}; {len(both['ours'].steps)} steps of "
         f"each side; starts of each, in turn: {args.rounds}, each with {WARM_UP} to warm up; threads: "
-        f"{args.threads}; tokens of a micro-batch of ours: {work.micro_tokens:,}, logits of a chunk of its head: "
+        f"{args.threads}; tokens of a grpo_fn micro-batch: {work.micro_tokens:,}, logits of a chunk of its head: "
         f"{work.logits_chunk_elements:,}; rows of a micro-batch of TRL's: {work.trl_rows or 'all'}."
     )
     for side, result in both.items():
@@ -201,7 +201,7 @@ def ours(shared: dict[str, Any], folder: Path, *, threads: int) -> Measured:
 def of_ours(metrics: Mapping[int, dict[str, float | None]], peak: float) -> Measured:
     """The figures of metrics.jsonl. time/total is from the end of one step's record to the end of the next one's.
 
-    The evaluation that ends every run of ours is no part of a step: the other side has none.
+    The evaluation that ends every grpo_fn run is no part of a step: the other side has none.
     """
     steps = []
     for line in [line for step, line in metrics.items() if step > 0][WARM_UP:]:

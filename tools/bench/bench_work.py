@@ -58,7 +58,7 @@ SCALES = {
 
 def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
     """Write the model and the prompts of so many steps to `folder`; returns the settings that both sides share."""
-    count = work.prompts * steps + 1  # one is held out: a run of ours has to hold out
+    count = work.prompts * steps + 1  # one is held out: a grpo_fn run has to hold out
     key, task = prng.key(0, device="cpu"), arithmetic.task(max_value=5, operations=3, test_size=128)
     text_key, prompt_key = prng.fold_in(key, 1), prng.fold_in(key, 2)
     lessons = models.word_problem_lessons(0, task=lambda: task, worked_share=0.0)

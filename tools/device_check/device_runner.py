@@ -1,4 +1,4 @@
-"""Checks one after another, each in a process of its own and with a deadline, whatever the one before did. No torch."""
+"""Checks one after another, each in its own process and with a deadline, whatever the one before did. No torch."""
 
 import faulthandler
 import importlib
@@ -72,7 +72,7 @@ def outcomes_here(checks: Sequence[Check], setting: Setting, limit: float) -> It
 
 
 def outcomes_apart(checks: Sequence[Check], setting: Setting, limit: float) -> Iterator[Outcome]:
-    """Each in a process of its own; after `limit` seconds none is begun, and none continues."""
+    """Each in its own process; after `limit` seconds none is begun, and none continues."""
     until = time.monotonic() + limit
     for check in checks:
         if (left := until - time.monotonic()) > 0:

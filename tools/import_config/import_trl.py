@@ -45,13 +45,13 @@ class Batches(NamedTuple):
     """Optimizer steps, and completions there: sampled at a time, of one step, of its micro-batches."""
 
     updates: int  # of the whole run
-    every: int  # of a step of ours
+    every: int  # of a grpo_fn step
     sampled: int
     update: int
     micro: int  # of all processes
 
     def in_steps(self, value: float) -> int:
-        """So many optimizer steps, or such a share of all, in steps of ours."""
+        """So many optimizer steps, or such a share of all, in grpo_fn's steps."""
         return max(1, ceil((value * self.updates if value < 1 else value) / self.every))
 
 

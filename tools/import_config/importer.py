@@ -51,7 +51,7 @@ class Draft:
     notes: list[tuple[str, str, str]] = field(default_factory=list)  # (kind, key, what there is to say)
 
     def bind(self, function: str, **knobs: Any) -> str:
-        """Bind knobs of a function of ours; the reference to it."""
+        """Bind knobs of a grpo_fn function; the reference to it."""
         self.knobs |= {f"{function}.{knob}": value for knob, value in knobs.items()}
         return f"@{function}"
 

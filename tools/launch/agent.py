@@ -13,7 +13,7 @@ starts them again when they end with 2, 75 or 76:
 - a worker that ends with 2, 75 or 76 ends the launch (worker.py signals it to the agent): trying again would not help.
   Nothing is said of that, and an error that several ranks find is said once.
 
-And the ranks get a store of their own at every restart: torchrun shares its own with them, in which the addresses of
+And the ranks get their own store at every restart: torchrun shares its own with them, in which the addresses of
 the attempt before are still written, and the new ranks then call ports at which no process listens (pytorch#135712).
 """
 
@@ -196,7 +196,7 @@ def launched(args: Namespace, stop: Stop) -> int:
     except SignalException as left:
         if not stop.final:  # a worker has said why
             print(f"{left}; workers ended with {stop.codes}", file=sys.stderr)
-        # No worker was running: there was nothing to save, and the same command goes on.
+        # No worker was running: there was nothing to save, and the same command resumes.
         return verdict(stop.codes) if stop.codes else STOPPED
     except ChildFailedError as failed:
         print(failures(failed), file=sys.stderr)

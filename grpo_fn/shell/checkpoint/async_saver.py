@@ -1,4 +1,4 @@
-"""Writes checkpoints beside the training: every rank copies its pieces and goes on, a thread of its own writes them.
+"""Writes checkpoints beside the training: every rank copies its pieces and continues, a thread of its own writes them.
 
 A checkpoint is `tensors` in pieces (`tensor_shards`), small `blobs` and `meta` of the main rank, and a manifest with
 the hash of every file. The main rank writes the manifest once every rank has reported its pieces on the disk, and
@@ -206,7 +206,7 @@ class AsyncSaver(AbstractContextManager):
                 store.clean_up_unfinished(self.root)
 
     def _exchange(self, step: int, own: T) -> list[T]:
-        """As `World.exchange`, for the thread: over the group of its own."""
+        """As `World.exchange`, for the thread: over its own group."""
         if self._group is None:
             return [own]
         brought: list[Any] = [None] * self.world.size

@@ -179,7 +179,7 @@ def _check_fits(path: Path, tensors: Mapping[str, Tensor], exact: bool) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete under a name of its own, so that at no moment half a checkpoint bears a name that counts.
+    """Delete under a separate name, so that at no moment half a checkpoint bears a name that counts.
 
     That name also keeps it from a process that is not as dead as it seemed: what it renames is no longer there.
     """

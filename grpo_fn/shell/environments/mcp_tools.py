@@ -130,7 +130,7 @@ class ToolServer:
 
 
 class Connection:
-    """A running server and its tools. Its messages are read in a thread of their own."""
+    """A running server and its tools. Its messages are read in their own thread."""
 
     def __init__(self, server: ToolServer) -> None:
         from anyio.from_thread import start_blocking_portal

@@ -1,4 +1,4 @@
-"""Episodes of one call of a sampler: what each row has sampled and observed, and whether and how it goes on.
+"""Episodes of one call of a sampler: what each row has sampled and observed, and whether and how it continues.
 
 No engine is in here. A sampler is given prompts, hands in a turn when it has ended, and asks what stands behind it. The
 n-th sampled token of a row draws the n-th uniform number of its key, and an environment is asked with seeds of (key,
@@ -350,12 +350,12 @@ class EpisodeRows:
             raise TapeDiffers(
                 f"{self._place(row, n)}: got {found.entry()[:200]} in state {row.state_hash}, expected what it "
                 f"answered before, {was.answer[:200]} in state {was.state}: the environment says that it is pure, "
-                "and is not, or its code has changed since (a run goes on without the tape with --force)"
+                "and is not, or its code has changed since (a run resumes without the tape with --force)"
             )
 
 
 class PendingAnswers:
-    """Rows whose environments work, and when each goes on: counted in decode steps, never in seconds.
+    """Rows whose environments work, and when each continues: counted in decode steps, never in seconds.
 
     After `answer_steps` steps of other rows, or at once if none decodes, a row's answer is waited for. So what is
     decoded together, and with it every bit of a row, does not depend on how fast environments answer. With None rows

@@ -96,7 +96,7 @@ class Console(AbstractContextManager):
             if stream is sys.stdout:  # else Python fails at its end, as what waits there cannot be written
                 with suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
                     os.dup2(nothing.fileno(), stream.fileno())
-            self._record(f"the console takes no more ({error}): nothing is shown from here on, this log goes on")
+            self._record(f"the console takes no more ({error}): nothing is shown from here on, this log continues")
 
     def __exit__(self, *exc: object) -> None:
         self.close()

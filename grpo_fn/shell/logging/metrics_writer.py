@@ -138,7 +138,7 @@ def rewind(path: Path, start_step: int) -> None:
 
     The file is replaced at once.
 
-    Raises ValueError for a line before the last that is not an object with a step: that is no crash of ours.
+    Raises ValueError for a line before the last that is not an object with a step: that is no crash of grpo_fn.
     """
     kept = b"".join(
         {line.step: line.line for line in step_lines(path, torn_end=True) if line.step < start_step}.values()
@@ -161,7 +161,7 @@ MAX_PENDING = 24  # calls not yet made, those of a few steps; the training waits
 
 
 class AsyncWriter(AbstractContextManager):
-    """Makes the calls of a `MetricsWriter` in a thread of its own, in their order, among other work (`do`).
+    """Makes the calls of a `MetricsWriter` in its own thread, in their order, among other work (`do`).
 
     Once something raises there, nothing more is written: `failed` says so, and `wait` raises it. Leaving it waits for
     what is left and closes the writer.
@@ -194,7 +194,7 @@ class AsyncWriter(AbstractContextManager):
     def write(self, call: Callable[Concatenate[MetricsWriter, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Have the writer called as in `call(writer, *args)`, later; the tensors and containers may change at once."""
         what = f"{call.__name__} of step {args[0]}" if args and isinstance(args[0], int) else call.__name__
-        on_host = tree_map_only(Tensor, lambda x: x.detach().cpu(), args)  # in containers of its own
+        on_host = tree_map_only(Tensor, lambda x: x.detach().cpu(), args)  # in its own containers
         self.do(what, partial(call, self._writer, *on_host, **kwargs))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

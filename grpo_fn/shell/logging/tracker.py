@@ -76,7 +76,7 @@ def _wandb_run(run_dir: Path, *, entity: str | None, project: str, mode: str) ->
     # Given the root, it opens the stream at once and keeps the names as they are; `init` alone waits to find it out.
     package.tensorboard.patch(root_logdir=str((run_dir / "tensorboard").absolute()), save=False)
     with ExitStack() as stack:
-        stack.callback(package.tensorboard.unpatch)  # the next run of this process opens a mirror of its own, or none
+        stack.callback(package.tensorboard.unpatch)  # the next run of this process opens its own mirror, or none
         opened = package.init(
             entity=entity,
             project=project,
@@ -100,7 +100,7 @@ def trackio(*, destination: str) -> Mirror:
     """trackio: scalars, histograms and tables of TensorBoard, under the same names, as one run of a project.
 
     Offline, everything goes to trackio's own folder on this machine (TRACKIO_DIR), where `trackio show` finds it. A run
-    that resumes goes on under its name (the run folder's and RUN_DIR/trackio/id); steps that it takes again are there
+    that resumes keeps its name (the run folder's and RUN_DIR/trackio/id); steps that it takes again are there
     twice.
 
     Args:

@@ -112,7 +112,7 @@ class FSDPPolicy:
         logprob_model: LogprobModel,
         *,
         world: World,
-        data: dist.ProcessGroup | None,  # ranks that have rows of their own; None: this one has all
+        data: dist.ProcessGroup | None,  # ranks that have their own rows; None: this one has all
         reference_model: ReferenceModel | None,
         dropout_modules: list[nn.Module],  # of adapters: on while training, off whenever log-probs are asked for
         seed: int,

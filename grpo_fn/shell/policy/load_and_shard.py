@@ -34,7 +34,7 @@ class LoadedModel:
     """A model in place. What trains is kept in float32, what is frozen in the dtype that all is computed in."""
 
     logprob_model: LogprobModel
-    data: dist.ProcessGroup | None  # the ranks that have rows of their own
+    data: dist.ProcessGroup | None  # the ranks that have their own rows
     reference_model: ReferenceModel | None  # the reference policy
     teachers: Mapping[str, ReferenceModel]  # of distillation, by key
     dropout_modules: list[nn.Module]
@@ -72,7 +72,7 @@ class ModelSpec:
     def load_frozen(self, world: World, mesh: DeviceMesh | None) -> LogprobModel:
         """The model without adapters, with nothing that trains: over the mesh, or on this device where there is none.
 
-        One whose weights are to lie on the host gets a mesh of its own: FSDP2 moves them.
+        One whose weights are to lie on the host gets its own mesh: FSDP2 moves them.
         """
         if mesh is None and self.parallelism.offload_reference:
             mesh = self.parallelism.mesh(world)

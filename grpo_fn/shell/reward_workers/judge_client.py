@@ -282,7 +282,7 @@ class JudgeRequests:
                 raise JudgeUnreachable(answer.failure)
             raise JudgeUnreachable(
                 f"got no answer to {self._unanswered[judge.name]} questions in a row (judge.Judge.max_failures), the "
-                f"last: {answer.failure}; what was answered is on record, and the same command goes on from there"
+                f"last: {answer.failure}; what was answered is on record, and the same command resumes from there"
             )
         self._failures.append(RecordedAnswer(question.digest, row.problem.uid, answer))
         if answer.text is not None or self._unsettled == 1:

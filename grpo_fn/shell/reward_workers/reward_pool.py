@@ -56,7 +56,7 @@ class RewardPool(WorkerPool):
 
     Args:
         workers: processes.
-        timeout_per_completion: wall clock of a row, seconds; `wrappers.with_timeout` gives a reward one of its own.
+        timeout_per_completion: wall clock of a row, seconds; `wrappers.with_timeout` gives a reward its own.
         memory_mb: address space of each process, MB.
         stop_on_error: True: an exception in a reward stops everything; False: it makes its row None.
 

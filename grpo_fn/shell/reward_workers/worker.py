@@ -94,7 +94,7 @@ def score_row(index: int, fn: Any, row: bytes) -> list[Any]:
 
 
 def await_reward(value: Any) -> Any:
-    """What a reward returned, awaited when it is awaitable: each row in an event loop of its own."""
+    """What a reward returned, awaited when it is awaitable: each row in its own event loop."""
     if not isinstance(value, Awaitable):
         return value
     import asyncio  # here, as most rewards do without it
@@ -146,7 +146,7 @@ def confine(memory_mb: int) -> None:
 
 
 def private_stream(fd: int, mode: str, replacement: int) -> BinaryIO:
-    """The stream at `fd` under a number of its own; what uses `fd` from now on gets `replacement`."""
+    """The stream at `fd` under its own number; what uses `fd` from now on gets `replacement`."""
     stream = os.fdopen(os.dup(fd), mode)
     os.dup2(replacement, fd)
     return stream

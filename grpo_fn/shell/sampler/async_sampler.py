@@ -84,7 +84,7 @@ class AsyncSampler(DataParallelSampler):
         if not sampler.overlaps:
             raise ValueError(
                 f"max_staleness: got {max_staleness} with {type(sampler).__name__}, which samples on the device that "
-                "trains, expected 0, or an engine with devices of its own (dedicated servers)"
+                "trains, expected 0, or an engine with its own devices (dedicated servers)"
             )
         if not 0 < deadline <= TIMEOUT_MAX:
             raise ValueError(f"deadline: got {deadline} s, expected more than 0 and at most {TIMEOUT_MAX:g}")
@@ -189,13 +189,13 @@ class AsyncSampler(DataParallelSampler):
             self._queue.append(self._start(self.stream(last + 1, len(problems)), group_size, key))
 
     def _start(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> PendingBatch:
-        """Sample this rank's share in a thread of its own, which ends with it; what it raises is kept in `part`."""
+        """Sample this rank's share in its own thread, which ends with it; what it raises is kept in `part`."""
         share = engine_share(problems, self.sampler, self.world)
         request, device = request_key(problems, group_size, key), self.world.device
 
         def sample_share() -> Rollout | None:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # every thread has a current one of its own
+                torch.cuda.set_device(device)  # each thread has its own current device
             return self.sampler.sample(share, group_size, key=key) if share else None
 
         worker = BackgroundWorker("ahead", timeout=None)

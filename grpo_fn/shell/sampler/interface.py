@@ -73,7 +73,7 @@ class SamplerOptions:
 
 
 def never_stop() -> None:
-    """Sampling always goes on."""
+    """Sampling always continues."""
 
 
 class EngineRefused(RuntimeError):

@@ -148,7 +148,7 @@ def count_outside(tokens: Tensor, logp: Tensor) -> Outside:
 def p_value(counts: Sequence[Outside]) -> float:
     """How likely a total that is at least as far from what is expected is, two-sided; 1 at most.
 
-    The total of independent binomial counts, of which each has a chance of its own, enumerated.
+    The total of independent binomial counts, of which each has its own chance, enumerated.
     """
     mass = [1.0]  # of 0, 1, 2, ... draws outside
     for count in counts:

@@ -65,7 +65,7 @@ class Server:
         )
 
     async def close(self) -> None:
-        """Hang up; the server drops requests of ours that still wait."""
+        """Hang up; the server drops this client's requests that still wait."""
         await self._client.aclose()
 
     async def generate(self, prompt: tuple[int, ...], seed: int, params: Mapping[str, Any]) -> ServerCompletion:

@@ -161,7 +161,7 @@ class ColocatedEngine:
     ) -> list[list[EngineCompletion]]:
         """For every request an answer to each of its seeds; `on_answer` is called between two of vLLM's steps.
 
-        Raises TimeoutError after `generate_timeout` seconds, saying how much is unfinished; nothing of it goes on.
+        Raises TimeoutError after `generate_timeout` seconds, saying how much is unfinished; nothing of it continues.
         """
         places = [(i, j) for i, request in enumerate(requests) for j in range(len(request.seeds))]
         single = [(n, requests[i]._replace(seeds=requests[i].seeds[j : j + 1])) for n, (i, j) in enumerate(places)]
@@ -181,7 +181,7 @@ class ColocatedEngine:
         Between two of vLLM's steps `due` says what begins now, and `on_turn` is called with what has ended.
 
         Raises TimeoutError for a request that takes longer than `generate_timeout` seconds, those that `due` takes
-        aside, with how much is unfinished; nothing of it goes on.
+        aside, with how much is unfinished; nothing of it continues.
         """
         if not self.ready:
             raise RuntimeError("generate: got an engine at rest, or one whose last push failed; expected a push first")

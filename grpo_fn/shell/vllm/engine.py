@@ -55,7 +55,7 @@ class StaleEngine(EngineRefused):
 
 @runtime_checkable
 class InferenceEngine(Protocol):
-    """Draws completions with weights of its own, which it is given version by version."""
+    """Draws completions with its own weights, which it is given version by version."""
 
     ranks: int  # that are one engine together: they send the same requests
     overlaps: bool  # whether it can generate while the policy trains
@@ -116,7 +116,7 @@ def sampling_params(token_sampler: TokenSampler) -> dict[str, Any]:
         name = getattr(function, "__qualname__", repr(function))
         raise ValueError(
             f"token_sampler: got {name}, expected sampling.greedy, sampling.categorical or sampling.nucleus: vLLM "
-            "draws itself and calls no function of ours (with the local sampler any function goes)"
+            "draws itself and calls no function of grpo_fn (with the local sampler any function goes)"
         )
     if function is not greedy and not COOLEST <= knobs["temperature"] <= HOTTEST:
         raise ValueError(

@@ -51,7 +51,7 @@ def weight_fingerprint(tensor: Tensor) -> Fingerprint:
 # -- what the weights inside a vLLM engine add up to, for comparison with those that were sent: runs in its workers
 #
 # vLLM joins q, k and v, gate and up, pads the vocabulary and gives every rank of an engine a part: all the same to a
-# fingerprint. On CPU it packs matrices into a layout of its own and drops the originals; their bits come back, all but
+# fingerprint. On CPU it packs matrices into its own layout and drops the originals; their bits come back, all but
 # the sign of zero, as the product with the identity.
 
 

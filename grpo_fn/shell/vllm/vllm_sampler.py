@@ -1,4 +1,4 @@
-"""Sampling with vLLM: prompts become requests with seeds of their own, completions become rows of a rollout.
+"""Sampling with vLLM: prompts become requests with their own seeds, completions become rows of a rollout.
 
 The engine may be in this process (`colocated_sampler`) or elsewhere. A row is a function of (weights, prompt, key, uid,
 g) as far as the engine's arithmetic is one: every row has its own seed, but vLLM decides by itself what it computes
@@ -61,7 +61,7 @@ from grpo_fn.shell.world import World
 
 
 def counts_steps(engine: InferenceEngine | SteppedEngine) -> bool:
-    """Whether a row goes on after a counted number of steps of the engine, so that its bits are the same again."""
+    """Whether a row continues after a counted number of steps of the engine, so that its bits are the same again."""
     if engine.ranks > 1:  # they have to send the same requests
         return True
     return not engine.overlaps and engine.repeatable and not engine.batch_invariant
@@ -91,7 +91,7 @@ class EngineEpisodes:
         self._lock, self._drawing, self._idle_since = threading.Lock(), 0, None
 
     def run(self, width: int) -> None:
-        """Until all are over; `width` turns at once, if each is drawn by a thread of its own."""
+        """Until all are over; `width` turns at once, if each is drawn by its own thread."""
         if self.engine.overlaps:
             self.run_apart(width)
         else:
@@ -115,7 +115,7 @@ class EngineEpisodes:
         return answers
 
     def observe(self, b: int, answer: GoesOn | None) -> bool:
-        """Take in what the environment answered; whether the row goes on. If not, the episode is over."""
+        """Take in what the environment answered; whether the row continues. If not, the episode is over."""
         if answer is None:
             self.on_end(b)
             return False
@@ -404,7 +404,7 @@ class VllmSampler(SamplerOptions):
         )
 
     def _sample_episodes(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> Rollout:
-        """G episodes of every problem; each turn of row p * G + g has a seed of its own."""
+        """G episodes of every problem; each turn of row p * G + g has its own seed."""
         context = smallest_limit(self.max_total_tokens, positions(self.context.config), self.max_model_len)
         rows = self.begin_episodes(problems, group_size, key, context)
 

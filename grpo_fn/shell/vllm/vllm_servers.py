@@ -52,7 +52,7 @@ class RoutedServer(Server):
 
     live = False  # it answers, and has the newest weights
     joined = False  # it knows where the trainer's weights come from, since it was started last
-    busy = 0  # requests of ours that it works on
+    busy = 0  # this run's requests that it works on
     trouble = "has not been asked yet"
 
 
@@ -269,7 +269,7 @@ class WeightUpdater:
             await self._check_server(server)  # before the lock: no push waits for a server that hangs
             async with self.swapping:
                 await self._bring_up_to_date(server)
-        except Exception as error:  # whatever answers at that address: looking after the others goes on
+        except Exception as error:  # whatever answers at that address: looking after the others continues
             self.router.drop_server(server, error)
 
     async def _bring_up_to_date(self, server: RoutedServer) -> None:
@@ -556,7 +556,7 @@ class DedicatedEngine:
         return ServerUpdate(newest, None if updater.unreadable.intersection(urls) else sent, urls)
 
     def rest(self) -> None:
-        """Nothing of ours is on the trainer's device."""
+        """Nothing of grpo_fn is on the trainer's device."""
 
     def figures(self) -> dict[str, float]:
         """Servers that are in; since the last call: seconds of pushing, requests sent again, comings and goings."""

@@ -218,7 +218,7 @@ class NcclTransfer(Transfer):
         }
 
     def carry(self, chunk: Chunk, urls: Sequence[str]) -> dict[str, str]:
-        """Broadcast to every server on a stream of its own, and wait for all of them."""
+        """Broadcast to every server on its own stream, and wait for all of them."""
         device = torch.device("cuda", self._device)
         sent = [tensor.to(device).contiguous() for _, tensor in chunk]
         done = {}

@@ -1,7 +1,7 @@
 """What our trainer needs in a vLLM server: `--worker-extension-cls grpo_fn.shell.vllm.worker_extension.Extension`.
 
 Importing it registers two weight-transfer engines, "grpo_file" and "grpo_nccl"; the class is mixed into every worker
-and answers /collective_rpc. Only vLLM imports this module, in a process of its own.
+and answers /collective_rpc. Only vLLM imports this module, in its own process.
 """
 
 import hashlib
@@ -120,7 +120,7 @@ class NcclUpdate(WeightTransferUpdateInfo):
 
 
 class NcclEngine(Receiving, WeightTransferEngine[NCCLWeightTransferInitInfo, NcclUpdate]):
-    """Weights broadcast by the trainer, rank 0 of a group of its own with this server's workers."""
+    """Weights broadcast by the trainer, rank 0 of its own group with this server's workers."""
 
     init_info_cls = NCCLWeightTransferInitInfo
     update_info_cls = NcclUpdate

@@ -44,7 +44,7 @@ def scalar_loop(ours: Tensor, theirs: Tensor) -> tuple[list[float], Tensor]:
 
 @given(st.integers(0, 7), st.integers(1, 6), st.integers(0, 3), st.integers(1, 40), st.integers(0, 9))
 def test_value_and_gradient_are_those_of_a_scalar_loop(n, v, more, elements, seed):
-    """For chunks of any size, a teacher with rows of its own, and a head that is no matrix product."""
+    """For chunks of any size, a teacher with its own rows, and a head that is no matrix product."""
     hidden, weight = (numbers(*shape, seed=seed).requires_grad_() for shape in ((n, 3), (v, 3)))
     teacher = HeadInput(numbers(n, 5, seed=seed + 1), numbers(v + more, 5, seed=seed + 2))
     found = relative_entropies(HeadInput(hidden, weight), teacher, temperature=TAU, elements=elements)

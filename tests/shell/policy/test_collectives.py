@@ -186,7 +186,7 @@ def trace(mesh: str, rank: int, folder: str) -> list[Call]:
 
 
 def main(mesh: str, *words: str) -> None:
-    """Trace these ranks of a mesh, each in a process of its own, forked from one that has imported everything."""
+    """Trace these ranks of a mesh, each in its own process, forked from one that has imported everything."""
     ranks = [*map(int, words)]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:

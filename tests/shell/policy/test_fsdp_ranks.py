@@ -181,7 +181,7 @@ def apart(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 def share_of_rounding(alone: FunctionalPolicy, pull: Callable[[FunctionalPolicy], None]) -> float:
     """How far a step's gradients of ranks and of one process may be apart: three times the one process's rounding.
 
-    Each is the float64 gradient, rounded in an order of its own: in 49 steps two ranks were at most 2.3 times as far
+    Each is the float64 gradient, rounded in its own order: in 49 steps two ranks were at most 2.3 times as far
     from it as one process.
     """
     return max(1e-6, 3 * apart(alone.grads, in_float64(alone, pull)))

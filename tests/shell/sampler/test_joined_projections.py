@@ -143,7 +143,7 @@ def test_names_bits_and_memory_are_what_they_were() -> None:
 def test_training_has_the_bits_that_it_had() -> None:
     module = several_heads(VOCABULARY)
     for block in blocks(module):
-        full_checkpointing(block)  # by which a block has a forward of its own
+        full_checkpointing(block)  # by which a block has its own forward
     ids = torch.arange(24).view(2, 12)
 
     def step(model: nn.Module) -> list[torch.Tensor]:
@@ -185,7 +185,7 @@ def own_forward(attention: nn.Module) -> None:
         (lambda attention: attention.v_proj.to(torch.bfloat16), "got weights of several dtypes"),
         (None, "layers of Linear (adapters), expected torch.nn.Linear"),
         (one_weight_twice, "got one weight twice"),
-        (own_forward, "got a module with a forward of its own"),
+        (own_forward, "got a module with its own forward"),
     ],
 )
 def test_projections_that_cannot_be_joined_are_named(change: Callable[[nn.Module], object] | None, said: str) -> None:

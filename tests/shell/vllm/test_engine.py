@@ -1,4 +1,4 @@
-"""vLLM's options draw what the package's own functions draw, and every row has a seed of its own."""
+"""vLLM's options draw what the package's own functions draw, and every row has its own seed."""
 
 import os
 import sys

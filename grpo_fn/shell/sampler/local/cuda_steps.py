@@ -220,7 +220,7 @@ class CudaGraph:
             if Version(torch.__version__).release < RECOVERS.release:
                 raise BrokenCapture(
                     f"got a CUDA graph that could not be captured ({str(error).splitlines()[0]}) on torch "
-                    f"{torch.__version__}, expected {RECOVERS} or later, which goes on without; or another sampler"
+                    f"{torch.__version__}, expected {RECOVERS} or later, which continues without; or another sampler"
                 ) from error
             raise
         return graph.replay

@@ -1,6 +1,6 @@
 """One token for every row: keys and values in buffers that stay where they are, attention over them, and the step.
 
-A prompt stands in a slot of its own, however many rows go on from it; what a row has drawn stands in the row's own.
+A prompt stands in its own slot, however many rows go on from it; what a row has drawn stands in the row's own.
 Each begins in the first column, so one number says how much of a slot is filled. Nothing is concatenated or grows.
 """
 

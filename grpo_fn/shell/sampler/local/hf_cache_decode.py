@@ -1,4 +1,4 @@
-"""Decoding for models that keep more than keys and values, or attend in ways of their own: in transformers' cache.
+"""Decoding for models that keep more than keys and values, or attend in their own ways: in transformers' cache.
 
 It grows with every token, and rows that have ended leave it; rows that wait come when all have.
 """

@@ -90,7 +90,7 @@ def projections(model: nn.Module) -> Iterator[tuple[Projections, str | None]]:
             for names in JOINED:
                 group = Projections(holder, names)
                 if group.layers:
-                    replaced = "got a module with a forward of its own around them, expected its class's"
+                    replaced = "got a module with its own forward around them, expected its class's"
                     yield group, replaced if id(holder) in own else unjoinable_reason(group)
 
 

@@ -2,7 +2,7 @@
 
 Rows that end free a slot, rows that wait take it. A prompt goes through the model once, when its first row gets a slot,
 and stays until its last row has ended. What has ended is looked at on the host every so many steps: until then a row
-that has ended goes on without effect.
+that has ended continues without effect.
 """
 
 import warnings
