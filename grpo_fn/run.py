@@ -42,6 +42,9 @@ def flags() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry_run", action="store_true", help="print what the run would be, load no weights, and exit")
     parser.add_argument(
+        "--show_config", action="store_true", help="with --dry_run: also print the resolved configuration, every knob"
+    )
+    parser.add_argument(
         "--ranks", type=int, default=1, metavar="N", help="with --dry_run: so many devices, without starting them"
     )
     parser.add_argument("--hosts", type=int, default=1, metavar="N", help="with --ranks: on so many hosts")
@@ -74,27 +77,45 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"got --ranks {args.ranks}, expected --dry_run with it; "
             "to train on several devices: torchrun --nproc-per-node N -m grpo_fn.run"
         )
+    elif args.show_config and not args.dry_run:
+        refusal = (
+            "got --show_config, expected --dry_run with it; the configuration of a run is in its folder, config.gin"
+        )
     if refusal:
         flags().exit(EXIT_BAD_INPUT, f"error: {refusal}\n")
-    launch = os.environ.get("TORCHELASTIC_RUN_ID")
+    launch, ready = os.environ.get("TORCHELASTIC_RUN_ID"), start_command(args)
     args.run_dir = args.run_dir or default_run_dir(args.gin_file[0], datetime.now(), launch)
     return exit_code(
-        lambda: launch_training(args),
+        lambda: launch_training(args, ready),
         interrupted=f"interrupted; to resume from the newest checkpoint, or from the start: {command_again(args)}",
     )
 
 
 def command_again(args: argparse.Namespace) -> str:
     """The command that resumes in the run folder, also where that was named by the time; with the launcher."""
-    flags_of_files = [("--gin_file", name) for name in args.gin_file] + [
-        ("--gin_param", name) for name in args.gin_param
-    ]
-    words = [word for pair in (*flags_of_files, ("--run_dir", str(args.run_dir))) for word in pair]
-    return f"{launcher_command(int(os.environ.get('WORLD_SIZE', 1)))} -m grpo_fn.run {shlex.join(words)}"
+    launcher = launcher_command(int(os.environ.get("WORLD_SIZE", 1)))
+    return f"{launcher} -m grpo_fn.run {shlex.join([*configuration(args), '--run_dir', str(args.run_dir)])}"
 
 
-def launch_training(args: argparse.Namespace) -> int:
-    """The run's exit code; an engine that is refused is one line. Raises ValueError or OSError for bad input."""
+def configuration(args: argparse.Namespace) -> list[str]:
+    """The words of the command line that name files and bindings."""
+    files, params = ([("--gin_file", x) for x in args.gin_file], [("--gin_param", x) for x in args.gin_param])
+    return [word for pair in (*files, *params) for word in pair]
+
+
+def start_command(args: argparse.Namespace) -> str:
+    """The command that starts what a dry run was about."""
+    hosts = f"--nnodes {args.hosts} " if args.hosts > 1 else ""
+    launcher = "python" if args.ranks == 1 else f"torchrun {hosts}--nproc-per-node {args.ranks // args.hosts}"
+    words = [*configuration(args), *(("--run_dir", str(args.run_dir)) if args.run_dir else ())]
+    return f"{launcher} -m grpo_fn.run {shlex.join(words)}"
+
+
+def launch_training(args: argparse.Namespace, ready: str) -> int:
+    """The run's exit code; an engine that is refused is one line. Raises ValueError or OSError for bad input.
+
+    `ready` is the command with which a dry run ends.
+    """
     if not args.dry_run and os.environ.get("RANK", "0") == "0":
         with suppress(OSError, ValueError):  # a console that is gone ends no run
             print(f"reading {', '.join(args.gin_file)}", flush=True)
@@ -113,7 +134,10 @@ def launch_training(args: argparse.Namespace) -> int:
         force=args.force,
     )
     try:
-        return train.launch(request, kwargs)
+        code = train.launch(request, kwargs)
+        if args.dry_run:
+            print(*(["", config.text] if args.show_config else []), f"ready: {ready}", sep="\n", flush=True)
+        return code
     except train.EngineRefused as error:  # where in the engine or the probe it was found out is no news to anyone
         if first_on_host(str(error)):
             notes = getattr(error, "__notes__", [])

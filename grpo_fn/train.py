@@ -134,10 +134,9 @@ def train(
 
 
 def dry_run(request: RunRequest, settings: sections.Settings, plan: ValidatedPlan) -> int:
-    """Print what the run would be and its configuration. Raises ValueError for a folder that it could not resume in."""
+    """Print what the run would be. Raises ValueError for a folder that it could not resume in."""
     if not request.force and has_progress(request.run_dir):
         check_run(request.run_dir, config_text=request.config.text, fingerprint=request.config.fingerprint)
     check_steps(request.run_dir, settings.steps)
-    lines = dry_run_lines(settings, plan, ranks=request.ranks, hosts=request.hosts)
-    print(*lines, "", request.config.text, sep="\n")
+    print(*dry_run_lines(settings, plan, ranks=request.ranks, hosts=request.hosts), sep="\n")
     return 0

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -118,10 +119,11 @@ def test_every_shape_holds_through_a_run(cache: Path, whole: Path, tmp_path: Pat
 
 
 def test_a_dry_run_says_what_would_be_and_makes_nothing(tmp_path: Path) -> None:
-    argv = command(tmp_path / "cache", tmp_path / "run", "--dry_run")
-    assert finish(argv, tmp_path / "out") == 0
+    argv = command(tmp_path / "cache", tmp_path / "run")
+    assert finish([*argv, "--dry_run", "--show_config"], tmp_path / "out") == 0
     said = (tmp_path / "out").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "a dry run made something"
+    assert said.endswith(f"\nready: python -m grpo_fn.run {shlex.join(argv)}\n")
     assert "step.Algorithm.prompts = 4" in said
     assert "from __gin__ import dynamic_registration" in said
     for line in (
@@ -142,7 +144,7 @@ def test_the_first_line_is_ours_and_a_dry_run_begins_with_its_numbers() -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert done.stdout.startswith("rows a step ")
-    assert done.stdout.index("at most at once") < done.stdout.index("# The resolved configuration of a run")
+    assert done.stdout.splitlines()[-1] == "ready: python -m grpo_fn.run --gin_file run/arithmetic.gin"
 
 
 def test_every_command_says_its_version_and_has_its_script(capsys: pytest.CaptureFixture[str]) -> None:

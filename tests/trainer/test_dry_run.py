@@ -97,7 +97,7 @@ def dry(path: Path, *flags: str, files: tuple[str, ...] = ("scale/bf16.gin",)) -
 
 def figures(said: str) -> dict[str, float]:
     """The numbers of a dry run's indented lines."""
-    lines = [line for line in said.partition("# The resolved")[0].splitlines() if line.startswith("  ")]
+    lines = [line for line in said.splitlines() if line.startswith("  ")]
     return {line[:40].strip(): float(line[40:].split()[0]) for line in lines if line[40:49].strip()[:1].isdigit()}
 
 
@@ -124,6 +124,9 @@ def test_a_step_of_many_ranks_has_bytes_and_seconds(tmp_path: Path, capsys: pyte
         assert dry(tmp_path, "--ranks", str(ranks), "--hosts", str(-(-ranks // 8)), files=files) == 0
         out = capsys.readouterr().out
         assert "time of a step, a coarse estimate calibrated on one H100 80GB:" in out
+        assert "# The resolved configuration" not in out
+        launcher = "python" if ranks == 1 else "torchrun --nnodes 8 --nproc-per-node 8"
+        assert out.splitlines()[-1].startswith(f"ready: {launcher} -m grpo_fn.run --gin_file run/arithmetic.gin ")
         found[ranks] = figures(out)
     received = {"weights, gathered", "gradients, reduced", "gradients, of other copies", "sums of shared products"}
     assert found[64].keys() >= received | {"weights, for the sampler", "sampling", "training", "links"}
@@ -155,6 +158,7 @@ def test_an_unknown_architecture_has_what_can_be_said_of_it(
         ),
         (("--ranks", "0", "--dry_run"), "got --ranks 0 --hosts 1, expected"),
         (("--ranks", "4"), "got --ranks 4, expected --dry_run with it"),
+        (("--show_config",), "got --show_config, expected --dry_run with it"),
     ],
 )
 def test_flags_that_do_not_go_together_are_one_line(
