@@ -37,9 +37,8 @@ def checksum(tensors):
 
 
 class Stub:
-    """`faults` maps a path to what goes wrong there: a status, "drop", "hang", or "die" (it is killed at that moment).
-
-    A fault happens once, unless it is in `stuck`, too.
+    """`faults` maps a path to what goes wrong there: a status, "drop", "hang", or "die" (it is killed at that moment),
+    or to what is called then. A fault happens once, unless it is in `stuck`, too.
     """
 
     def __init__(self):
@@ -54,13 +53,13 @@ class Stub:
         self.resting = threading.Event()
         self.lock = threading.Lock()
         self.between = threading.Lock()  # no pause begins while a completion looks at weights and label
-        self.server, self.closed = None, False
+        self.server, self.supervised = None, False  # whether it is started again when it dies of a fault
         self.start()
 
     def start(self):
-        """As the process does: with the weights of the model folder. Nothing where it runs, or is closed."""
+        """As the process does: with the weights of the model folder. Nothing where it runs."""
         with self.lock:
-            if self.server is None and not self.closed:
+            if self.server is None:
                 self.weights, self.label, self.coming, self.folder = checksum([torch.zeros(3)]), "default", None, None
                 self.opened, self.corrupt, self.torn = self.weights, False, False
                 self.resting.set()
@@ -87,12 +86,6 @@ class Stub:
             with self.between:
                 if self.resting.is_set():
                     return ("torn",) if self.torn else self.weights, self.label
-
-    def close(self):
-        """Kill it for good: a timer that is still to start it starts nothing."""
-        with self.lock:
-            self.closed = True
-        self.kill()
 
     def kill(self):
         """As SIGKILL does: nothing is said to anybody. Nothing where it does not run."""
@@ -152,8 +145,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(fault, {"error": {"message": f"a fault at {path}"}})
         if fault == "drop":
             return self.drop()
+        if callable(fault):
+            fault()
         if fault == "die":
-            return stub.kill()
+            stub.kill()
+            return stub.supervised and stub.start()
         if fault == "hang":
             time.sleep(0.6)
             return self.drop()

@@ -53,11 +53,9 @@ def test_each_sampled_token_has_the_log_prob_that_the_server_says(stub):
 @pytest.mark.parametrize("fault", [503, "half"])
 def test_rows_that_a_server_leaves_go_to_another(stub, fault):
     other = Stub()
-    try:
-        stub.faults["/v1/completions"], stub.stuck = fault, True
-        torch.testing.assert_close(served(stub, other).logp(ROWS), expected())
-    finally:
-        other.kill()
+    stub.faults["/v1/completions"], stub.stuck = fault, True
+    torch.testing.assert_close(served(stub, other).logp(ROWS), expected())
+    other.kill()
 
 
 def test_a_server_that_comes_back_in_time_is_waited_for(stub):
@@ -94,12 +92,13 @@ def test_a_server_that_reads_less_than_the_policy_writes_is_refused(stub, knobs,
         check(served(stub, **knobs), longest=longest)
 
 
-def test_a_smaller_vocabulary_is_refused(stub):
+def test_a_smaller_vocabulary_and_a_temperature_are_refused(stub):
     stub.vocabulary = 20
-    with pytest.raises(
-        ValueError, match=r"which cannot read id 20, expected each of the policy's 21: .*out of vocabulary"
-    ):
+    with pytest.raises(ValueError, match=r"cannot read id 20, expected each of the policy's 21: .*out of vocabulary"):
         check(served(stub), vocabulary=21)
+    served(stub).check_temperature(1.0)
+    with pytest.raises(ValueError, match=r"sections\.Sampling\.temperature: got 0.7 .* vLLM servers, expected 1.0"):
+        served(stub).check_temperature(0.7)
 
 
 def test_the_first_token_of_another_text_is_named(stub):
@@ -115,21 +114,10 @@ def test_the_first_token_of_another_text_is_named(stub):
     assert repr(own) in str(caught.value)
 
 
-def test_a_temperature_is_refused(stub):
-    served(stub).check_temperature(1.0)
-    with pytest.raises(ValueError, match=r"sections\.Sampling\.temperature: got 0.7 .* vLLM servers, expected 1.0"):
-        served(stub).check_temperature(0.7)
-
-
 @pytest.mark.parametrize(
     "knobs", [{"servers": []}, {"servers": "http://here:80"}, {"max_requests": 0}, {"server_timeout": 0.0}]
 )
-def test_knobs_that_are_none_are_refused(stub, knobs):
+def test_knobs_that_are_none_are_refused(knobs):
+    rest = {"servers": ["http://here:80"], "max_model_len": 9, "max_requests": 4, "request_seconds": 1.0}
     with pytest.raises(ValueError, match=r"got .*, expected"):
-        VllmTeacher(
-            **{
-                **{"servers": [stub.url], "max_model_len": 9, "max_requests": 4},
-                **{"request_seconds": 1.0, "server_timeout": 1.0},
-                **knobs,
-            }
-        )
+        VllmTeacher(**{**rest, "server_timeout": 1.0, **knobs})

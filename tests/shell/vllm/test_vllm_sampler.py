@@ -1,5 +1,6 @@
-"""What stands around an engine: prompts out, rows back, versions counted; and in which order a GPU's is woken."""
+"""What stands around an engine: prompts and weights out, rows and episodes back; in which order a GPU's is woken."""
 
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,18 +15,22 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from episode_fakes import environments
+from environment_fakes import THREE_TURNS
+from episode_fakes import Here, Late, environments
 from fakes import MODELS, VOCABULARY, problem, tokenizer
 from hypothesis import assume, given, settings
-from torch import Tensor
+from policies import local
+from torch import Tensor, nn
 
 from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.core.sampling import categorical, greedy
+from grpo_fn.core.sampling import categorical, greedy, gumbel_max, nucleus
+from grpo_fn.core.types import Rollout
 from grpo_fn.rewards.combine import completions_of
-from grpo_fn.shell.model import hf
+from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.model.hf import encode_prompt
+from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.sampler.interface import (
     FixedWeights,
     SamplerContext,
@@ -35,6 +40,8 @@ from grpo_fn.shell.sampler.interface import (
 from grpo_fn.shell.vllm import colocated as vllm_engine
 from grpo_fn.shell.vllm.colocated import BATCHED, TAGS, ColocatedEngine, EngineOptions
 from grpo_fn.shell.vllm.engine import (
+    COMPILE_THREADS,
+    SEEDS,
     DueRequests,
     EngineCompletion,
     GenerationRequest,
@@ -42,10 +49,12 @@ from grpo_fn.shell.vllm.engine import (
     OnTurn,
     SamplingParams,
     StaleEngine,
+    import_vllm,
     row_seeds,
+    sampling_params,
 )
 from grpo_fn.shell.vllm.fingerprint import HEAD, NOTHING, weight_fingerprint
-from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated_sampler, end_tokens
+from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated_sampler, end_tokens, export_weights
 from grpo_fn.shell.world import World, alone
 
 CPU = torch.device("cpu")
@@ -60,6 +69,7 @@ KNOBS = {
     **{"gpu_memory_utilization": 0.3, "kv_cache_bytes": 2**26, "enforce_eager": True, "generate_timeout": 60.0},
 }
 ENGINE = EngineOptions(**KNOBS, max_rows=8, detokenize=False)
+pytestmark = pytest.mark.timeout(60)
 prompts = st.lists(st.text("aT 7\né", min_size=1, max_size=9), min_size=1, max_size=4)
 
 
@@ -122,11 +132,6 @@ def sampler(engine: Any = None, **changes: Any) -> VllmSampler:
     return VllmSampler(**{**fields, "engine": engine or Engine(), "context": context(), **changes})
 
 
-def colocated(**changes: Any) -> VllmSampler:
-    asks = {name: changes.pop(name, value) for name, value in OPTIONS.items()}
-    return colocated_sampler(context(), SamplerOptions(tokenizer=tokenizer(), **asks), **{**KNOBS, **changes})
-
-
 def problems(texts: Sequence[str]) -> list:
     return [problem(100 + i, text) for i, text in enumerate(texts)]
 
@@ -179,22 +184,20 @@ def test_no_row_is_longer_than_the_total_and_one_cut_by_it_is_truncated(texts, g
     engine = Engine()
     rollout = sampler(engine, max_total_tokens=total).sample(problems(texts), group_size, key=KEY)
     ((requests, _),) = engine.calls_of_generate
-    assert [request.max_tokens for request in requests] == [min(6, total - n) for n in lengths]
-    drawn = rollout.mask.sum(-1)
-    length = torch.tensor(lengths).repeat_interleave(group_size)
-    assert (drawn + length <= total).all()
-    assert torch.equal(rollout.truncated, drawn >= torch.minimum(torch.tensor(6), total - length))
+    most = [min(6, total - n) for n in lengths]
+    assert [request.max_tokens for request in requests] == most
+    assert torch.equal(rollout.truncated, rollout.mask.sum(-1) >= torch.tensor(most).repeat_interleave(group_size))
 
 
 def test_the_engine_gets_ends_limits_and_how_to_draw() -> None:
     engine = Engine()
     params = {"temperature": 1.0, "ignore_eos": True, "stop_token_ids": [3, 9]}
     asking = sampler(engine, ends=[3, 9])
-    asking.sample(problems(["a"]), 1, key=KEY)
-    assert engine.calls_of_generate[-1][1] == params
-    replace(asking, token_sampler=greedy, stop=("\n",)).sample(problems(["a"]), 1, key=KEY)
+    stopping = replace(asking, token_sampler=greedy, stop=("\n",))
     stops = {"stop": ["\n"], "include_stop_str_in_output": True}
-    assert engine.calls_of_generate[-1][1] == {**params, **stops, "temperature": 0.0}
+    for each, expected in ((asking, params), (stopping, {**params, **stops, "temperature": 0.0})):
+        each.sample(problems(["a"]), 1, key=KEY)
+        assert engine.calls_of_generate[-1][1] == expected
 
 
 def test_a_model_folder_names_the_ends(tmp_path: Path) -> None:
@@ -204,18 +207,10 @@ def test_a_model_folder_names_the_ends(tmp_path: Path) -> None:
     assert end_tokens(context(folder=str(tmp_path / "model")), tokenizer()) == [5, 11, VOCABULARY - 1]
 
 
-@pytest.mark.parametrize(
-    ("knobs", "said"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
-        ({"token_sampler": partial(categorical, temperature=3.0)}, "temperature: got 3.0"),
-        ({}, r"got no vllm .* pip install 'grpo-fn\[vllm\]'"),
-    ],
-)
-def test_bad_knobs_and_no_vllm_are_refused_before_an_engine_is_started(knobs, said, monkeypatch) -> None:
+def test_a_missing_vllm_is_refused_with_the_command_that_installs_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ValueError, match=said):
-        colocated(**knobs)
+    with pytest.raises(ValueError, match=r"got no vllm .* pip install 'grpo-fn\[vllm\]'"):
+        colocated_sampler(context(), SamplerOptions(tokenizer=tokenizer(), **OPTIONS), **KNOBS)
 
 
 def test_a_prompt_that_leaves_no_space_is_refused_by_number() -> None:
@@ -228,27 +223,19 @@ def test_a_prompt_that_leaves_no_space_is_refused_by_number() -> None:
 # -- weights
 
 
-def test_every_load_is_a_version_for_every_sampler() -> None:
+def test_every_load_is_a_version_for_every_sampler_and_calls_reach_the_engine() -> None:
     engine = Engine()
     asking = sampler(engine)
-    likeliest = replace(asking, token_sampler=greedy)
-    for each in (asking, likeliest, asking):
+    for each in (asking, replace(asking, token_sampler=greedy), asking):
         each.load(FixedWeights(MODEL, alone(CPU)))
     assert [version for version, _ in engine.pushed] == [0, 1, 2]
     sent = engine.pushed[0][1]
     assert torch.equal(sent[HEAD], MODEL.model.embed_tokens.weight)
     assert sent.keys() == MODEL.state_dict().keys()
-
-
-def test_calls_and_figures_of_the_engine_pass_through_the_sampler() -> None:
-    engine = Engine()
-    asking = sampler(engine)
-    asking.rest()
-    asking.close()
+    asking.rest(), asking.close()
     assert engine.calls == ["rest", "close"]
     assert asking.figures() == {"engine/x": 1.0}
     assert (asking.ranks, asking.overlaps, asking.repeatable, asking.mixes) == (2, True, False, True)
-    assert asking.complaints == ["one"]
 
 
 # -- the engine in the process, without vLLM
@@ -261,9 +248,12 @@ class LLM:
         self.made_with, self.calls, self.loses = made_with, [], set()
         self.held = sum(map(weight_fingerprint, MODEL.state_dict().values()), NOTHING)
         done = SimpleNamespace(shutdown=partial(self.calls.append, "shutdown"))
-        core = SimpleNamespace(model_executor=done, scheduler=done)
-        client = SimpleNamespace(engine_core=core, _finalizer=SimpleNamespace(detach=lambda: None))
+        client = SimpleNamespace(engine_core=SimpleNamespace(model_executor=done, scheduler=done))
+        client._finalizer = SimpleNamespace(detach=lambda: None)
         self.llm_engine = SimpleNamespace(engine_core=client)
+        self.wake_up = lambda tags: self.calls.append(f"wake {' '.join(tags)}")
+        self.sleep = lambda level: self.calls.append(f"sleep {level}")
+        self.reset_prefix_cache = lambda: self.calls.append("reset") or True
 
     def apply_model(self, f: Callable[..., Any]) -> list[Any]:
         return [True if f is vllm_engine.has_head else self.held]
@@ -273,16 +263,6 @@ class LLM:
         given = [(name, x) for name, x in kwargs["weights_iterator"] if name not in self.loses]
         self.held = sum((weight_fingerprint(x) for _, x in given), NOTHING)
 
-    def wake_up(self, tags: list[str]) -> None:
-        self.calls.append(f"wake {' '.join(tags)}")
-
-    def sleep(self, level: int) -> None:
-        self.calls.append(f"sleep {level}")
-
-    def reset_prefix_cache(self) -> bool:
-        self.calls.append("reset")
-        return True
-
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> ColocatedEngine:
@@ -291,8 +271,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> ColocatedEngine:
         monkeypatch.setattr(vllm_engine, name, lambda _: nullcontext())
     monkeypatch.setattr(vllm_engine, "import_vllm", lambda knob: SimpleNamespace(LLM=LLM))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    made = context(world=alone(torch.device("cuda")))
-    return ColocatedEngine(made, ENGINE)
+    return ColocatedEngine(context(world=alone(torch.device("cuda"))), ENGINE)
 
 
 def weights() -> Iterator[tuple[str, Tensor]]:
@@ -311,14 +290,11 @@ class Stepping:
 
     def step(self) -> list[SimpleNamespace]:
         self.steps += 1
-        return [self.output(name, seed) for name, seed in self.expected.items() if seed == self.steps]
-
-    def output(self, name: str, seed: int) -> SimpleNamespace:
-        tokens = [*range(seed)]
-        logp = SimpleNamespace(logprobs=[-1.0] * seed, token_ids=tokens)
-        done = SimpleNamespace(finish_reason="stop", token_ids=tokens, logprobs=logp)
-        read = {"prompt_token_ids": [1], "num_cached_tokens": 0}
-        return SimpleNamespace(request_id=name, outputs=[done], finished=True, **read)
+        logp = SimpleNamespace(logprobs=[-1.0] * self.steps, token_ids=[*range(self.steps)])
+        done = SimpleNamespace(finish_reason="stop", token_ids=logp.token_ids, logprobs=logp)
+        read = {"outputs": [done], "finished": True, "prompt_token_ids": [1], "num_cached_tokens": 0}
+        ended = [name for name, seed in self.expected.items() if seed == self.steps]
+        return [SimpleNamespace(request_id=name, **read) for name in ended]
 
 
 def test_an_answer_is_reported_in_the_step_that_ends_it(
@@ -361,24 +337,18 @@ def test_after_a_push_that_failed_only_what_still_sleeps_is_woken(on_cuda: Coloc
     assert on_cuda.ready
 
 
-def test_stale_weights_are_reported_with_version_and_numbers(on_cuda: ColocatedEngine) -> None:
-    on_cuda._in_folder = lambda: on_cuda._opened
+@pytest.mark.parametrize("known", [True, False])
+def test_weights_lost_on_the_way_make_it_stale_unless_its_layout_could_never_be_recognised(on_cuda, known) -> None:
+    """An engine that held something else than its folder from the first is left to the probe."""
+    on_cuda._in_folder = lambda: on_cuda._opened if known else NOTHING
     on_cuda.llm.loses = {"model.norm.weight"}
-    with pytest.raises(StaleEngine, match="weights of version 4: got"):
-        on_cuda.push_weights(weights(), version=4)
-    assert not on_cuda.ready
+    with pytest.raises(StaleEngine, match="weights of version 4: got") if known else nullcontext():
+        assert on_cuda.push_weights(weights(), version=4) is None
+    assert on_cuda.ready is not known
+    assert known or on_cuda.figures()["engine/verified"] == 0.0
     on_cuda.llm.loses = set()
     assert on_cuda.push_weights(weights(), version=5) is not None
     assert on_cuda.figures()["engine/verified"] == 1.0
-
-
-def test_a_layout_that_cannot_be_recognised_is_left_to_the_probe(on_cuda: ColocatedEngine) -> None:
-    """An engine that held something else than its folder from the first is not called stale for it."""
-    on_cuda._in_folder = lambda: NOTHING
-    on_cuda.llm.loses = {"model.norm.weight"}
-    assert on_cuda.push_weights(weights(), version=4) is None
-    assert on_cuda.ready
-    assert on_cuda.figures()["engine/verified"] == 0.0
 
 
 def test_arguments_on_cpu_and_gpu_differ_in_memory_sleep_and_whole_prompts_alone() -> None:
@@ -428,25 +398,312 @@ def test_every_turn_is_asked_for_with_the_row_so_far_and_a_seed_of_its_own(texts
     one = sampler(
         engine,
         environments=environments(tokenizer(), max_turn_tokens=5),
-        max_new_tokens=12,
-        max_total_tokens=60,
+        **{"max_new_tokens": 12, "max_total_tokens": 60},
         on_completions=lambda *rows: reported.extend(zip(*rows, strict=True)),
     )
     asked = problems(texts)
     rollout = one.sample(asked, group_size, key=KEY)
     check_rollout(rollout)
-    rows = {
-        tuple(row[: int(keep.nonzero()[-1]) + 1].tolist()): turns
-        for row, keep, turns in zip(rollout.tokens, rollout.mask, rollout.turns, strict=True)
-    }
+    rows = [tuple(tokens.tolist()) for tokens in rollout.tokens]
     requests = [request for call, _ in engine.calls_of_generate for request in call]
-    assert len(requests) == sum(map(len, rollout.turns))
+    assert len({request.seeds for request in requests}) == len(requests) == sum(map(len, rollout.turns))
     for request in requests:  # what a row was when a turn was asked for is how it begins
         assert any(row[: len(request.prompt)] == request.prompt for row in rows)
         assert 1 <= request.max_tokens <= 5
-    assert len({request.seeds for request in requests}) == len(requests)
     right = [*zip([p for p in asked for _ in range(group_size)], completions_of(rollout), strict=True)]
     assert sorted(reported, key=repr) == sorted(right, key=repr)
-    again = replace(one, on_completions=None).sample(asked, group_size, key=KEY)
-    assert again.turns == rollout.turns
-    assert torch.equal(again.tokens, rollout.tokens)
+    same(replace(one, on_completions=None).sample(asked, group_size, key=KEY), rollout)
+
+
+# -- options and seeds
+
+
+temperatures = st.floats(0.01, 2.0)
+uids = st.lists(st.integers(0, 2**40), min_size=1, max_size=6, unique=True)
+
+
+@given(temperature=temperatures, top_k=st.integers(0, 99), top_p=st.floats(0.1, 1.0))
+def test_a_function_of_ours_becomes_its_knobs_and_nothing_else(temperature: float, top_k: int, top_p: float) -> None:
+    assert sampling_params(partial(partial(categorical), temperature=temperature)) == {"temperature": temperature}
+    knobs = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    assert sampling_params(partial(nucleus, **knobs)) == knobs
+    assert sampling_params(greedy) == {"temperature": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (partial(torch.random.fork_rng, enabled=True), "token_sampler: got fork_rng, .* vLLM draws itself"),
+        (partial(gumbel_max, temperature=1.0), "token_sampler: got gumbel_max, expected sampling.greedy"),
+        *((partial(categorical, temperature=t), "one that vLLM draws at, 0.01 to 2") for t in (0.0, 0.0099, 2.001)),
+    ],
+)
+def test_functions_and_temperatures_that_vllm_draws_otherwise_are_refused(function, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        sampling_params(function)
+
+
+@given(seed=st.integers(0, 2**64 - 1), uids=uids, group_size=st.integers(1, 5))
+def test_a_rows_seed_is_that_of_its_own_key(seed: int, uids: list[int], group_size: int) -> None:
+    key = prng.key(seed, device="cpu")
+    seeds = row_seeds(key, uids, group_size)
+    assert [len(of_each) for of_each in seeds] == [group_size] * len(uids)
+    for uid, of_each in zip(uids, seeds, strict=True):
+        assert row_seeds(key, [uid], group_size) == [of_each]
+        assert row_seeds(key, [uid], group_size + 2)[0][:group_size] == of_each
+        for g, one in enumerate(of_each):
+            assert one == int(prng.randint(prng.fold_in(key, uid, g), low=0, high=SEEDS))
+            assert 0 <= one < 2**31
+
+
+@pytest.mark.parametrize("before", [None, "5"])
+def test_the_trainers_compile_threads_are_what_they_were_before_vllm(
+    before: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(f"import os\nos.environ[{COMPILE_THREADS!r}] = '1'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "0")  # which it sets, put back afterwards
+    monkeypatch.delenv(COMPILE_THREADS, raising=False)
+    if before is not None:
+        monkeypatch.setenv(COMPILE_THREADS, before)
+    assert import_vllm("sampler").__file__ == str(tmp_path / "vllm" / "__init__.py")
+    assert os.environ.get(COMPILE_THREADS) == before
+    monkeypatch.delitem(sys.modules, "vllm")
+
+
+# -- weights that are sent
+
+
+HOW = LoRA(rank=2, alpha=6.0, dropout=0.0, targets="all-linear")
+
+
+def of(model: nn.Module, **knobs) -> SamplerContext:
+    return context(config=model.config, full_model=partial(hf.empty_model, model.config), **knobs)
+
+
+def adapted(name: str, seed: int) -> nn.Module:
+    """Adapters that do something."""
+    model = lora.attach(MODELS[name](VOCABULARY), HOW)
+    lora.reset(model, key=KEY, device=CPU)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, x in model.named_parameters():
+            if key.endswith(lora.B):
+                x.copy_(torch.randn(x.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fresh_model_takes_weights_in_the_dtype_of_the_computation_and_a_tied_head_alone_comes_twice(name, dtype):
+    model = MODELS[name](VOCABULARY)
+    other = hf.empty_model(model.config).to_empty(device="cpu")
+    pairs = list(export_weights(local(model), of(model, dtype=dtype)))
+    sent = dict(pairs)
+    assert HEAD in sent
+    assert {x.dtype for x in sent.values()} == {dtype}
+    assert len(pairs) == len(sent) == len(hf.named_tensors(model)) + model.config.tie_word_embeddings
+    other.load_state_dict({k: v for k, v in sent.items() if k in other.state_dict()})
+    assert set(other.state_dict()) <= sent.keys()
+    assert all(torch.equal(sent[key], weight.to(dtype)) for key, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@settings(max_examples=5)
+@given(seed=st.integers(0, 99))
+def test_adapters_are_merged_under_plain_names(name, seed):
+    model = adapted(name, seed)
+    plain = MODELS[name](VOCABULARY)
+    sent = dict(export_weights(local(model), of(model, adapters=HOW)))
+    assert sent.keys() >= plain.state_dict().keys()
+    assert not [key for key in sent if "lora" in key or "base_layer" in key]
+    plain.load_state_dict({k: v for k, v in sent.items() if k in plain.state_dict()})
+    ids = torch.arange(10)[None]
+    torch.testing.assert_close(plain(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_is_gathered_when_its_turn_comes():
+    """And let go before the next: the whole model is never there twice."""
+    model = MODELS["qwen3_untied"](VOCABULARY)
+    policy = local(model)
+    going = export_weights(policy, of(model))
+    next(going)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.fill_(3.0)
+    assert all(bool((x == 3.0).all()) for _, x in going)
+
+
+# -- episodes of engines that decode others while environments work
+
+
+TURN = 4  # tokens of every turn
+ROWS = 4
+
+
+class Even(Engine):
+    """Turns of `TURN` tokens, from the seed alone."""
+
+    ranks = 1
+
+    @staticmethod
+    def answer(request: GenerationRequest, seed: int) -> EngineCompletion:
+        tokens = [(seed + 7 * i) % (VOCABULARY - 1) for i in range(min(TURN, request.max_tokens))]
+        return EngineCompletion(tokens, [-token / 4 for token in tokens], True, 0)
+
+
+class Stepped(Even):
+    """An engine in this process: a step draws a token of every request, and calls `before` with its number first."""
+
+    overlaps, repeatable, batch_invariant = False, True, False
+
+    def __init__(self, before: Callable[[int], None] = lambda step: None) -> None:
+        super().__init__()
+        self.before = before
+        self.drawn: list[list[int]] = []  # rows that each step drew a token of
+
+    def generate_turns(self, due: DueRequests, *, params: SamplingParams, on_turn: OnTurn) -> None:
+        running: dict[int, list[Any]] = {}  # the answer, and tokens still to be drawn
+        while (requests := due(len(self.drawn), bool(running))) or running:
+            for b, request in requests:
+                assert b not in running
+                answer = self.answer(request, *request.seeds)
+                running[b] = [answer, len(answer.tokens)]
+            self.before(len(self.drawn))
+            self.drawn.append([*running])
+            for b, state in [*running.items()]:
+                state[1] -= 1
+                if not state[1]:
+                    del running[b]
+                    on_turn(b, len(self.drawn), state[0])
+
+
+def asking(engine: Engine, caller: Any, answer_steps: int | None, max_rows: int = ROWS) -> VllmSampler:
+    of = environments(tokenizer(), caller, answer_steps=answer_steps, max_turn_tokens=TURN + 1)
+    return sampler(engine, environments=of, max_new_tokens=40, max_total_tokens=200, max_rows=max_rows)
+
+
+def sampled(*how: Any) -> Rollout:
+    """One sample of each problem, with three turns."""
+    rollout = asking(*how).sample([problem(100 + i, "a7") for i in range(ROWS)], 1, key=KEY)
+    check_rollout(rollout)
+    assert [len(turns) for turns in rollout.turns] == [3] * ROWS
+    return rollout
+
+
+def same(got: Rollout, expected: Rollout) -> None:
+    assert got.turns == expected.turns
+    assert all(torch.equal(a, b) for a, b in zip(got[:4], expected[:4], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("answer_steps", "repeatable", "batch_invariant"), [(None, True, False), (2, False, False), (2, True, True)]
+)
+def test_rows_are_decoded_to_their_ends_while_the_environment_of_one_works(
+    answer_steps, repeatable, batch_invariant
+) -> None:
+    """Where rows go on as answers come: the slow one's first turn is answered when the others' episodes are over."""
+    late = Late(slow=[100])
+    engine = Stepped(lambda step: late.release() if step == 3 * TURN - 1 else None)  # the last step of the others
+    engine.repeatable, engine.batch_invariant = repeatable, batch_invariant
+    rollout = sampled(engine, late, answer_steps)
+    assert engine.drawn[:TURN] == [[0, 1, 2, 3]] * TURN
+    assert engine.drawn[TURN : 3 * TURN] == [[1, 2, 3]] * (2 * TURN), "the engine waited, or the slow row did not"
+    assert engine.drawn[3 * TURN : 4 * TURN] == [[0]] * TURN
+    same(rollout, sampled(Stepped(), Here(THREE_TURNS), 2))
+
+
+def first_turn_of(row: int, tokens: int) -> Callable[[GenerationRequest, int], EngineCompletion]:
+    """Answers as `Even`, but the first turn of a row is shorter, so that the others decode when it waits."""
+    calls = iter(range(10**6))
+    return lambda request, seed: Even.answer(
+        request._replace(max_tokens=tokens) if next(calls) == row else request, seed
+    )
+
+
+@pytest.mark.parametrize("answer_steps", [0, 1, 2, 7])
+def test_rows_go_on_after_a_counted_number_of_steps_however_late_answers_are(answer_steps: int) -> None:
+    late = Late(slow=[101]) if answer_steps else Here(THREE_TURNS, delays=[0.01])  # with 0 it is waited for at once
+    engine, plain = Stepped(lambda step: late.release() if answer_steps else None), Stepped()
+    for one in (engine, plain):
+        one.answer = first_turn_of(1, TURN - 2)
+    same(sampled(engine, late, answer_steps), sampled(plain, Here(THREE_TURNS), answer_steps))
+    assert engine.drawn == plain.drawn, "how late an answer is has changed what is decoded together"
+    assert engine.drawn[:2] == [[0, 1, 2, 3]] * 2
+    # It meets the others in mid-turn: rows at different turns in one engine.
+    together = min(answer_steps, 2)
+    assert engine.drawn[2:4] == [[0, 2, 3]] * together + [[0, 2, 3, 1]] * (2 - together)
+
+
+@settings(max_examples=max(5, settings.default.max_examples // 10), deadline=None)
+@given(
+    delays=st.lists(st.floats(0.0, 0.004), min_size=1, max_size=5),
+    answer_steps=st.sampled_from([None, 0, 2]),
+    overlaps=st.booleans(),
+    width=st.integers(1, 5),
+)
+def test_the_order_of_answers_changes_no_row(delays, answer_steps, overlaps, width) -> None:
+    """Of engines that draw a function of the seed; nor does the number of threads."""
+    engine = Even() if overlaps else Stepped()
+    got = sampled(engine, Here(THREE_TURNS, delays=delays), answer_steps, width)
+    same(got, sampled(Stepped(), Here(THREE_TURNS), 2))
+
+
+def test_on_servers_a_row_whose_environment_works_keeps_no_thread() -> None:
+    """One turn at once, and the first row's answer comes when all others are over."""
+    late = Late(slow=[100])
+    engine, requests = Even(), []
+
+    def answer(request: GenerationRequest, seed: int) -> EngineCompletion:
+        requests.append(request)
+        if len(requests) == 1 + 3 * (ROWS - 1):
+            late.release()
+        return Even.answer(request, seed)
+
+    engine.answer = answer
+    same(sampled(engine, late, 2, 1), sampled(Stepped(), Here(THREE_TURNS), 2))
+
+
+@pytest.mark.parametrize("engine", [Even(), Stepped()], ids=["servers", "in the process"])
+def test_seconds_in_which_nothing_is_drawn_are_counted_and_a_failure_ends_the_call(engine: Engine) -> None:
+    caller = Late([])
+    caller.here.delays = [0.05]
+    sampled(engine, caller, 2)
+    assert 0.075 <= caller.waits["time/environment_wait"] < 5.0  # twice, of all rows at once, once nothing is drawn
+    caller.step = lambda state, message, key: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        sampled(engine, caller, 2)
+
+
+def test_an_engine_of_several_ranks_counts_steps_and_observes_the_same() -> None:
+    engine = Stepped()
+    engine.ranks = 2
+    with pytest.raises(ValueError, match="got talk, which is not pure, with an engine of 2 ranks"):
+        sampler(engine, environments=environments(tokenizer(), pure=False))
+    with pytest.raises(ValueError, match=r"answer_steps: got None with an engine of 2 ranks, expected a number"):
+        asking(engine, Here(THREE_TURNS), None)
+
+
+@pytest.mark.parametrize(
+    ("answer_steps", "batch_invariant", "repeatable"), [(2, False, True), (None, False, False), (None, True, True)]
+)
+def test_rows_repeat_unless_they_go_on_as_answers_come_and_depend_on_those_beside_them(
+    answer_steps, batch_invariant, repeatable
+) -> None:
+    engine = Stepped()
+    engine.batch_invariant = batch_invariant
+    assert asking(engine, Here(THREE_TURNS), answer_steps).repeatable is repeatable
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "found"),
+    [("cpu", "1", (True, False)), ("cuda", "1", (True, True)), ("cuda", "0", (False,) * 2)],
+)
+def test_vllm_repeats_on_the_cpu_and_is_batch_invariant_on_cuda_where_asked(device, asked, found, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", asked)
+    engine = object.__new__(ColocatedEngine)
+    engine.world = SimpleNamespace(device=torch.device(device))
+    assert (engine.repeatable, engine.batch_invariant) == found
