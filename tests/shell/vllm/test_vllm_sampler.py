@@ -392,7 +392,7 @@ def test_generators_and_threads_are_left_as_they_were() -> None:
 
 @settings(max_examples=max(5, EXAMPLES // 4))
 @given(texts=prompts, group_size=st.integers(1, 3), overlaps=st.booleans())
-def test_every_turn_is_asked_for_with_the_row_so_far_and_a_seed_of_its_own(texts, group_size, overlaps) -> None:
+def test_every_turn_is_asked_for_with_the_row_so_far_and_its_own_seed(texts, group_size, overlaps) -> None:
     engine, reported = Engine(), []
     engine.ranks, engine.overlaps = 1, overlaps
     one = sampler(
