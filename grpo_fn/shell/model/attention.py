@@ -3,20 +3,19 @@
 The stream holds what predicts a sampled token, or is seen by what does, and nothing else. What looks at one token at a
 time never notices; attention gets the rows' layout, which travels with the model's call.
 
-Transformers looks attention up by the name in a model's config. `install` gives the model a name of ours under which a
-call with a `layout` is computed as that says (`PackedAttention` in training, `decode_step.DecodeAttention` while
-decoding), and any other by what stood there before. The name stays for good: a block that is computed again in the
-backward pass looks it up again.
+Transformers looks attention up by the name in a model's config. While a call with a `layout` is made, `takes_layout`
+puts a name of ours there, under which attention is computed as the layout says (`PackedAttention` in training,
+`decode_step.DecodeAttention` while decoding). At all other times the config has the name that the model was built with:
+some models branch on it, and mask or export otherwise under a name that they do not know.
 """
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -25,9 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import AuxRequest
 from torch.nn.functional import dropout, embedding_bag, pad, scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_fn.core.batch import Spans, read_lengths, share_prompts, visible_positions
 
@@ -444,12 +442,16 @@ class GatherTokens(torch.autograd.Function):
 OURS = "+rows"  # behind the name of what stood there before
 # What models pass to attention besides, none of which changes what it computes. A layout says more than positions do.
 IDLE = frozenset(
-    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
+    {
+        *("position_ids", "use_cache", "cache_position", "return_dict"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+    }
 )
 
 Attend = Callable[..., Float[Tensor, "N H D"]]
 
 
+@runtime_checkable
 class AttentionContext(Protocol):
     """What travels with a model's call as its `layout`: it knows which tokens see which."""
 
@@ -461,16 +463,23 @@ class AttentionContext(Protocol):
         """Attention of one layer, whose `module` this is; of each tensor `[B H T D]`."""
 
 
-def install(model: nn.Module) -> None:
-    """Have the model's attention take a `layout`. Raises ValueError for an attention that is known only by its name."""
-    before = model.config._attn_implementation
-    if before.endswith(OURS):
-        return
-    if before != EAGER and before not in ALL_ATTENTION_FUNCTIONS:
-        raise ValueError(f"attention: got {before!r}, expected {EAGER} or one of {', '.join(ALL_ATTENTION_FUNCTIONS)}")
+@contextmanager
+def takes_layout(config: PretrainedConfig) -> Iterator[None]:
+    """Attention of the models with this config takes a `layout` meanwhile; also when a block is computed again."""
+    before = config._attn_implementation
+    config._attn_implementation = before if before.endswith(OURS) else register_attention(before)
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+@cache
+def register_attention(before: str) -> str:
+    """The name under which transformers has ours for a model that was built with `before`."""
     AttentionInterface.register(before + OURS, partial(attention, before=before))
     AttentionMaskInterface.register(before + OURS, ALL_MASK_ATTENTION_FUNCTIONS[before])
-    model.config._attn_implementation = before + OURS
+    return before + OURS
 
 
 def unusable_mask(device: torch.device) -> Tensor:
@@ -479,15 +488,20 @@ def unusable_mask(device: torch.device) -> Tensor:
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, before: str, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls: `[1 H N D]` each with a layout, `[B H T D]` without."""
-    layout: AttentionContext | None = kwargs.pop("layout", None)
-    if layout is not None:
-        return layout.attend(module, query, key, value, parse_spec(query, before, kwargs)), None
-    if before == EAGER:  # each model's own, beside its classes
-        return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **kwargs)
-    return ALL_ATTENTION_FUNCTIONS[before](module, query, key, value, mask, **kwargs)
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    before: str,
+    layout: AttentionContext | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls with `[B H T D]` each. Raises ValueError where the model did not hand on the layout."""
+    if layout is None:
+        raise ValueError("attention: got a call without the layout, expected a model that hands it on")
+    return layout.attend(module, query, key, value, parse_spec(query, before, kwargs)), None
 
 
 def parse_spec(query: Tensor, backend: str, kwargs: dict[str, Any]) -> AttentionSpec:
@@ -615,7 +629,7 @@ def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelIn
 
 
 @torch.no_grad()
-def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
+def packing_unsupported_reason(model: nn.Module, device: torch.device, *, linear: bool) -> str | None:
     """Why the model must not be shown rows end to end; None when it may. By forward passes of short rows.
 
     Its layers have to attend to all of a row or to a window of it, to say which, and to pass on their arguments; and
@@ -627,10 +641,12 @@ def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | 
     if odd := {*kinds} - {FULL, SLIDING} or ({"chunked"} if getattr(config, "attention_chunk_size", None) else None):
         return f"it has layers of {', '.join(sorted(odd))}"
     tokens, mask = probe(config.vocab_size, device)
-    padded = states(model, padded_rows(tokens, mask))
     stream = end_to_end(tokens, mask)
+    with without_dropout(model):
+        padded = states(model, padded_rows(tokens, mask), linear=linear)
     try:
-        got = states(model, stream)
+        with without_dropout(model):
+            got = states(model, stream, linear=linear)
     except torch.OutOfMemoryError:
         raise
     except REFUSALS as error:
@@ -663,11 +679,13 @@ def probe(vocabulary: int, device: torch.device) -> tuple[Int[Tensor, "5 9"], Bo
     return token, (column >= prompt) & (column < end) & (column != 5)
 
 
-def states(model: nn.Module, stream: ModelInput) -> Float[Tensor, "N D"]:
-    """The last hidden states of all that the model is shown, without dropout."""
-    with without_dropout(model):
-        out = model.get_decoder()(input_ids=stream.tokens, use_cache=False, **stream.model_kwargs)
-    return out.last_hidden_state.flatten(0, 1)
+def states(model: nn.Module, stream: ModelInput, *, linear: bool) -> Float[Tensor, "N D"]:
+    """What a `linear` head is given for every token of the stream; of another head its logits."""
+    model_kwargs = {"input_ids": stream.tokens, "use_cache": False, **stream.model_kwargs}
+    with takes_layout(model.config.get_text_config()) if "layout" in model_kwargs else nullcontext():
+        if not linear:
+            return model(**model_kwargs).logits.flatten(0, 1)
+        return model.get_decoder()(**model_kwargs).last_hidden_state.flatten(0, 1)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ used, execution comes first: recompute(compile(forward)).
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
 from importlib.util import find_spec
@@ -17,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
 
-from grpo_fn.shell.model.attention import Phase
+from grpo_fn.shell.model.attention import Phase, takes_layout
 
 Forward = Callable[..., Any]
 Change = Callable[[nn.Module], None]  # one block, in place
@@ -59,7 +61,8 @@ def full_checkpointing(block: nn.Module) -> None:
     Args:
         block: a transformer block, changed in place.
     """
-    block.forward = partial(_recompute, block.forward)
+    config = next((module.config for module in block.modules() if hasattr(module, "config")), None)
+    block.forward = partial(_recompute, block.forward, config)
 
 
 def _phase(kwargs: dict[str, Any]) -> Phase | None:
@@ -74,10 +77,14 @@ def _cached(kwargs: dict[str, Any]) -> bool:
     return any(kwargs.get(name) is not None for name in CACHES) or _phase(kwargs) in ("prefill", "decode")
 
 
-def _recompute(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _recompute(forward: Forward, config: PretrainedConfig | None, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or _cached(kwargs):  # a second run would write a second time into a KV cache
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), nullcontext() if config is None or _phase(kwargs) is None else takes_layout(config)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 # -- execution

@@ -22,10 +22,10 @@ from grpo_fn.shell.model.attention import (
     ModelInput,
     end_to_end,
     gather_tokens,
-    install,
     packing_unsupported_reason,
     padded_rows,
     probe,
+    states,
     without_dropout,
 )
 
@@ -473,8 +473,6 @@ class LogprobModel(nn.Module):
         self, model: nn.Module, *, temperature: float, logits_chunk_elements: int, packed: bool = True
     ) -> None:
         super().__init__()
-        if packed:
-            install(model)
         self.model = model
         self.temperature = temperature
         self.logits_chunk_elements = logits_chunk_elements
@@ -532,17 +530,14 @@ class LogprobModel(nn.Module):
             self._linear = has_linear_head(self.model)
         stream = self._model_input(tokens, mask)
         before, target = predicting_states(stream.at, tokens, mask)
-        model_kwargs = {"input_ids": stream.tokens, "use_cache": False, **stream.model_kwargs}
-        if not self._linear:
-            logits = self.model(**model_kwargs).logits.flatten(0, 1)
-            return HeadInput(gather_tokens(logits, before), None), target
-        hidden = self.model.get_decoder()(**model_kwargs).last_hidden_state.flatten(0, 1)
-        return HeadInput(gather_tokens(hidden, before), self.model.get_output_embeddings().weight), target
+        seen = states(self.model, stream, linear=self._linear)
+        weight = self.model.get_output_embeddings().weight if self._linear else None
+        return HeadInput(gather_tokens(seen, before), weight), target
 
     def _model_input(self, tokens: Tensor, mask: Tensor) -> ModelInput:
         """The rows as the model takes them. A model that does not take them end to end is reported once, with why."""
         if self.packs is None:
-            reason = packing_unsupported_reason(self.model, tokens.device)
+            reason = packing_unsupported_reason(self.model, tokens.device, linear=self._linear)
             self.packs = reason is None
             if reason is not None:
                 name = type(self.model).__name__
@@ -572,8 +567,8 @@ def has_linear_head(model: nn.Module) -> bool:
     What enters the head has to be the decoder's output, and what leaves it the logits. The latter is asked with numbers
     far apart put in the head's place: a fresh model's logits are so small that a soft cap leaves no trace on them.
     """
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
+    head, decoder = model.get_output_embeddings(), model.get_decoder()
+    if not isinstance(head, nn.Linear) or head.bias is not None or decoder is model:
         return False
     ids = torch.arange(4, device=head.weight.device)[None]
     probe = torch.linspace(-1e3, 1e3, len(head.weight)).to(head.weight)
@@ -584,7 +579,7 @@ def has_linear_head(model: nn.Module) -> bool:
         return probe.expand_as(logits)
 
     with without_dropout(model):  # some may be training: the dropout of adapters
-        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
         with head.register_forward_hook(instead, prepend=True):
             left = model(input_ids=ids, use_cache=False).logits
     untouched = torch.equal(left.float(), probe.float().expand_as(left))

@@ -288,23 +288,6 @@ def test_compiled_blocks_compute_the_same_and_rows_of_other_lengths_are_not_comp
     assert built[0] == built[-1], "the first micro-batch, and the questions before it, compile all there is"
 
 
-@pytest.mark.parametrize("name", ["gemma2_capped", "phi3_fused"])
-def test_a_model_that_has_adopted_it_computes_what_it_did_without_a_layout(name):
-    model, adopted = FAMILIES[name](V), FAMILIES[name](V)
-    attention.install(adopted)
-    attention.install(adopted)
-    tokens = GROUPS.tokens[:, :9]
-    behind = (torch.arange(9) >= torch.tensor([0, 2, 4, 0, 0, 1, 8])[:, None]).long()  # padding on the left
-    for kwargs in ({}, {"attention_mask": behind}):
-        assert torch.equal(model(input_ids=tokens, **kwargs).logits, adopted(input_ids=tokens, **kwargs).logits)
-    drawn = [
-        m.generate(tokens, attention_mask=behind, max_new_tokens=8, do_sample=False, eos_token_id=None)
-        for m in (model, adopted)
-    ]
-    assert torch.equal(*drawn)
-    assert "rows" not in adopted.config.to_json_string()
-
-
 @pytest.mark.parametrize("name", ["gemma2_capped"])
 def test_the_policy_scores_what_the_sampler_drew_with_the_same_module_as_the_sampler_did(name):
     drawing = sampler(name=name, token_sampler=partial(categorical, temperature=0.8))

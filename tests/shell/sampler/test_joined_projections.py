@@ -15,7 +15,6 @@ from test_local_sampler import KEY, assert_as_alone, problems, sampler
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_fn.shell.model.attention import install
 from grpo_fn.shell.model.blocks import blocks, full_checkpointing
 from grpo_fn.shell.model.lora import LoRA, attach
 from grpo_fn.shell.sampler.local import joined_projections
@@ -88,7 +87,6 @@ def test_entries_are_put_where_they_belong(n: int, heads: int, columns: int, siz
 @pytest.mark.parametrize("name", JOINED)
 def test_every_familys_steps_are_those_of_whole_rows(name: str) -> None:
     module = FAMILIES[name](VOCABULARY)
-    install(module)
     step_model = choose_joined_model(module, None)  # with a warning, an error here, where it is not used
     assert step_model is not module
     assert joining_note(module) == "q_proj + k_proj + v_proj in one product, gate_proj + up_proj in one product"
@@ -111,7 +109,6 @@ def test_tokens_are_those_of_the_plain_loop_also_when_weights_have_moved() -> No
 
 
 def decoded_joined(s: LocalSampler) -> LocalSampler:
-    install(s.model)
     held, step_model = SharedDecoder(), joined_model(s.model)
     held.model = s.model
     held.engine = DecodeEngine(s.model, sizes=SMALL, code=EAGER_CODE, step_model=step_model)
@@ -214,7 +211,6 @@ def test_a_model_with_nothing_to_join_is_itself() -> None:
 )
 def test_another_order_of_asking_is_found_in_a_trial(monkeypatch, order, said) -> None:
     module = qwen2_tied(VOCABULARY)
-    install(module)
     monkeypatch.setattr(joined_projections, "JOINED", (order,))
     with pytest.warns(RuntimeWarning, match=f"decoding has a product for each projection: .*{said}"):
         assert choose_joined_model(module, None) is module

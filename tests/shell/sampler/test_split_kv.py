@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from test_continuous_batching import CPU, ending
 from torch import Tensor, nn
 
-from grpo_fn.shell.model.attention import AttentionSpec, install
+from grpo_fn.shell.model.attention import AttentionSpec
 from grpo_fn.shell.sampler.local import cuda_steps
 from grpo_fn.shell.sampler.local.decode_step import (
     DecodeAttention,
@@ -143,7 +143,6 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(kernel: ModuleType, ste
 @pytest.mark.parametrize("name", ["gemma2_capped", pytest.param("qwen3_untied", marks=pytest.mark.slow)])
 def test_a_models_steps_with_the_kernel_are_those_of_whole_rows(kernel: ModuleType, name: str) -> None:
     module = ending(name)
-    install(module)
     with torch.no_grad():
         assert decoding_difference(module, CPU, kernel.split_kv_launch) is None
     assert cuda_steps.split_kv_uncovered_reason(module) is None
@@ -157,7 +156,6 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch, operator: Callable[..., Tensor]) 
     monkeypatch.setattr(cuda_steps, "split_kv_unsupported_reason", lambda device: None)
     monkeypatch.setattr(cuda_steps, "split_kv_attention", operator)
     module = ending("qwen3_untied")
-    install(module)
     return cuda_steps.choose_split_kv(module)
 
 

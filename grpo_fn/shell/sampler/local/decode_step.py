@@ -23,14 +23,15 @@ from grpo_fn.shell.model.attention import (
     Phase,
     Window,
     eager_attention,
-    install,
     packing_unsupported_reason,
     refusal,
     sdpa_attention,
+    takes_layout,
     too_far_apart,
     unusable_mask,
     without_dropout,
 )
+from grpo_fn.shell.model.logprob_model import has_linear_head
 from grpo_fn.shell.sampler.interface import TokenSampler
 from grpo_fn.shell.sampler.local.joined_projections import relink
 
@@ -536,7 +537,8 @@ def draw(live: Live, logits: Float[Tensor, "S V"], token_sampler: TokenSampler, 
 def forward_step(model: nn.Module, ids: Tensor, position: Tensor, layout: Layout, keep: Tensor | int) -> Tensor:
     """Logits of the tokens that `keep` names, `[B K V]`."""
     model_kwargs: dict[str, Any] = {"attention_mask": unusable_mask(ids.device), "layout": layout, "use_cache": False}
-    return model(input_ids=ids, position_ids=position, logits_to_keep=keep, **model_kwargs).logits
+    with takes_layout(model.config.get_text_config()):
+        return model(input_ids=ids, position_ids=position, logits_to_keep=keep, **model_kwargs).logits
 
 
 def prefill_prompts(
@@ -744,8 +746,8 @@ def memory_budget(device: torch.device) -> float:
 def decoding_unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
     """Why the model must not be decoded this way; None when it may. By steps of a short trial."""
     try:
-        install(model)
-        return packing_unsupported_reason(model, device) or decoding_difference(model, device)
+        linear = has_linear_head(model)
+        return packing_unsupported_reason(model, device, linear=linear) or decoding_difference(model, device)
     except torch.OutOfMemoryError:
         raise
     except REFUSALS as error:

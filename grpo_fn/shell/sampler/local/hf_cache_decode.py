@@ -60,7 +60,8 @@ def batch(
     attend = torch.arange(width, device=device) >= width - lengths[:, None]
     cache = DynamicCache(config=model.config)
     logits = forward(model, ids, attend, (attend.long().cumsum(-1) - 1).clamp(min=0), cache)
-    cache.batch_repeat_interleave(group)
+    # Not `batch_repeat_interleave`: layers of recurrent and convolution states lack it, or leave those states out.
+    cache.reorder_cache(torch.arange(len(prompts), device=device).repeat_interleave(group))
     logits, attend, position = (x.repeat_interleave(group, 0) for x in (logits, attend, lengths))
     out = empty_rows(u, options.pad)
     row = torch.arange(len(u), device=device)  # which output row each live row writes to
@@ -73,7 +74,7 @@ def batch(
         if not len(live) or t + 1 == new:
             break
         if len(live) < len(row):
-            cache.batch_select_indices(live)
+            cache.reorder_cache(live)
             row, token, attend, position = row[live], token[live], attend[live], position[live]
         attend = torch.cat([attend, attend.new_ones(len(attend), 1)], 1)
         logits = forward(model, token[:, None], attend, position[:, None], cache)
