@@ -68,7 +68,7 @@ SIZES: dict[str, object] = {
     **{"n_shared_experts": 1, "first_k_dense_replace": 1, "moe_num_experts": 4, "moe_topk": 2, "moe_k": 2},
     **{"moe_num_shared_experts": 1, "intermediate_size_mlp": 128, "attention_chunk_size": 16},
     **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
-    **{"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
+    **{"index_n_heads": 16, "index_head_dim": 16, "index_topk": 8},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_ssm": 128},
     **{"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "mamba_expand": 2},
