@@ -16,7 +16,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from grpo_fn.command_line import add_gin_flags, add_version_flag, exit_code
+from grpo_fn.command_line import CommandParser, exit_code
 
 CODES = """\
 exit codes:
@@ -66,20 +66,17 @@ class Finding(NamedTuple):
     todo: str = ""
 
 
-def flags() -> argparse.ArgumentParser:
+def flags() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m grpo_fn.doctor",
-        description="Look at this machine: versions against the allowed and the tested ones, processors and CUDA "
+    parser = CommandParser(
+        "grpo_fn.doctor",
+        "Look at this machine: versions against the allowed and the tested ones, processors and CUDA "
         "cards, and whether what a run needs is here. Prints what to change. Changes nothing.",
         epilog=CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     files = "gin file of a run, as for grpo_fn.run: what it needs (vLLM, flash-attn, ...) must be here; repeatable"
-    add_gin_flags(parser, files=files)
+    parser.add_gin_flags(files=files)
     parser.add_argument("--json", action="store_true", help="one JSON object for scripts, instead of the table")
-    add_version_flag(parser)
     return parser
 
 

@@ -7,15 +7,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from grpo_fn.command_line import add_gin_flags, add_version_flag, exit_code
+from grpo_fn.command_line import CommandParser, exit_code
 
 
-def flags() -> argparse.ArgumentParser:
+def flags() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m grpo_fn.redteam",
-        description="Attack a reward on a task with texts that are made without the answers, look for the best of them "
+    parser = CommandParser(
+        "grpo_fn.redteam",
+        "Attack a reward on a task with texts that are made without the answers, look for the best of them "
         "with a bandit on half of the held-out problems, and measure what it gets on the others.",
     )
     parser.add_argument(
@@ -62,8 +61,7 @@ def flags() -> argparse.ArgumentParser:
         metavar="N",
         help="processes that score (default: %(default)s); a run's are its own",
     )
-    add_gin_flags(parser, files="attack the reward and the task of a run, instead of --reward and --task; repeatable")
-    add_version_flag(parser)
+    parser.add_gin_flags(files="attack the reward and the task of a run, instead of --reward and --task; repeatable")
     return parser
 
 

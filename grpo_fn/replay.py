@@ -1,26 +1,25 @@
 """python -m grpo_fn.replay RUN --step N: flags only. As in `run`, nothing in here can be bound by gin, and imports
 wait."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_fn.command_line import add_version_flag, exit_code
+from grpo_fn.command_line import CommandParser, exit_code
 
 
-def flags() -> argparse.ArgumentParser:
+def flags() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m grpo_fn.replay",
-        description="Take a step of a run again and compare it, bit for bit, with what the run recorded. Nothing in "
+    parser = CommandParser(
+        "grpo_fn.replay",
+        "Take a step of a run again and compare it, bit for bit, with what the run recorded. Nothing in "
         "the run folder is changed, and the run may still be at work.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, from 1")
     parser.add_argument(
         "--override",
+        "--set",
         dest="overrides",
         action="append",
         default=[],
@@ -41,7 +40,6 @@ def flags() -> argparse.ArgumentParser:
         metavar="FILE.html",
         help="write the step's learning signal, token by token, as a page",
     )
-    add_version_flag(parser)
     return parser
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from grpo_fn.command_line import (
     EXIT_BAD_INPUT,
     EXIT_ERROR,
-    add_gin_flags,
-    add_version_flag,
+    CommandParser,
     escape_control,
     exit_code,
     first_on_host,
@@ -26,19 +25,19 @@ from grpo_fn.command_line import (
 )
 
 
-def flags() -> argparse.ArgumentParser:
+def flags() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m grpo_fn.run", description="Train as the gin files say."
-    )
-    add_gin_flags(
-        parser,
+    parser = CommandParser("grpo_fn.run", "Train as the gin files say: grpo_fn run run/gsm8k.gin --set MODEL=DIR")
+    parser.add_gin_flags(
         files="gin file, from here or from the gin/ folder; repeat it to lay one over another, the last one wins",
-        params="binding on top of the files: a macro (STEPS=10) or a knob (train.train.steps=10); repeatable",
         required=True,
     )
     parser.add_argument(
-        "--run_dir", type=Path, metavar="DIR", help="run folder, resumed when it exists (default: runs/<file>-<time>)"
+        "--run_dir",
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="run folder, resumed when it exists (default: runs/<file>-<time>)",
     )
     parser.add_argument("--dry_run", action="store_true", help="print what the run would be, load no weights, and exit")
     parser.add_argument(
@@ -49,7 +48,7 @@ def flags() -> argparse.ArgumentParser:
     )
     parser.add_argument("--hosts", type=int, default=1, metavar="N", help="with --ranks: on so many hosts")
     parser.add_argument("--force", action="store_true", help="resume in a run folder that has another configuration")
-    add_version_flag(parser)
+    parser.add_quiet_flag("RUN/log.txt has the lines of the run")
     return parser
 
 
@@ -88,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(
         lambda: launch_training(args, ready),
         interrupted=f"interrupted; to resume from the newest checkpoint, or from the start: {command_again(args)}",
+        quiet=args.quiet,
     )
 
 

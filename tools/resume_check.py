@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from grpo_fn.command_line import add_gin_flags, exit_code
+from grpo_fn.command_line import CommandParser, exit_code
 from grpo_fn.core.json_lines import metrics_by_step
 
 POLL = 0.02  # seconds between looks at a run
@@ -28,12 +28,10 @@ TAIL = 12  # last lines shown of a run that failed
 COMPARED = ("digests.jsonl", "eval", "model", "rollouts")  # byte by byte
 
 
-def flags() -> argparse.ArgumentParser:
+def flags() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_gin_flags(parser, files="gin file, as for grpo_fn.run; repeatable", required=True)
+    parser = CommandParser("tools/resume_check.py", __doc__)
+    parser.add_gin_flags(files="gin file, as for grpo_fn.run; repeatable", required=True)
     parser.add_argument("--kills", type=int, default=10, metavar="N", help="how often it is killed (default 10)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the moments (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes of the run (default: %(default)s)")

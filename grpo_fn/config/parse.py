@@ -28,8 +28,8 @@ from grpo_fn.config.resolve import (
     functions,
     knobs_of,
     search_working_folder,
-    suggest_name,
 )
+from grpo_fn.core.display_text import suggest_name
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Inside the package in a wheel, beside it in a checkout.

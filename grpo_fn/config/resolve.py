@@ -3,7 +3,6 @@
 Every name is checked against the signature that it claims to fit. `bind_function` is the same for a command line.
 """
 
-import difflib
 import hashlib
 import importlib
 import inspect
@@ -15,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial, reduce
 from inspect import Parameter
 from typing import Any
+
+from grpo_fn.core.display_text import suggest_name
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,6 @@ def search_working_folder() -> None:
     here = os.getcwd()
     if not {"", here} & {*sys.path}:
         sys.path.append(here)
-
-
-def suggest_name(name: str, choices: Iterable[str]) -> str:
-    """`; did you mean X?`, ignoring case, or nothing when no choice is near."""
-    by_case = {choice.lower(): choice for choice in sorted(choices) if choice != name}
-    match = difflib.get_close_matches(name.lower(), by_case, n=1)
-    return f"; did you mean {by_case[match[0]]}?" if match else ""
 
 
 def comma_list(names: Iterable[str]) -> str:

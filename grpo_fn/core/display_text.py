@@ -1,6 +1,8 @@
-"""Text that a model or a data file wrote, made safe to show on a terminal or a page."""
+"""Text for a terminal or a page: what a model or a data file wrote, made safe, and the name that was meant."""
 
+import difflib
 import re
+from collections.abc import Iterable
 
 # Controls other than tab and line feed, and the marks that turn the writing direction: text can hide behind both.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -22,3 +24,21 @@ def markdown_cell(text: str) -> str:
     """
     lines = (UNPRINTABLE.sub("\ufffd", line) for line in BREAKS.split(text))
     return "<br>".join(ACTIVE.sub(lambda match: f"&#{ord(match[0])};", line) for line in lines)
+
+
+def suggest_name(name: str, choices: Iterable[str]) -> str:
+    """`; did you mean X?`, ignoring case, or nothing when no choice is near.
+
+    Of a file the name counts, not the folder nor the suffix: `run/nothing.gin` is not near `run/math.gin`.
+    """
+    stems: dict[str, list[str]] = {}
+    for choice in sorted({*choices} - {name}):
+        stems.setdefault(_stem(choice), []).append(choice)
+    (near,) = difflib.get_close_matches(_stem(name), stems, n=1) or [None]
+    if near is None:
+        return ""
+    return f"; did you mean {max(stems[near], key=lambda choice: difflib.SequenceMatcher(None, name, choice).ratio())}?"
+
+
+def _stem(name: str) -> str:
+    return name.rpartition("/")[2].removesuffix(".gin").lower()

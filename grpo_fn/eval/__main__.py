@@ -6,31 +6,26 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from grpo_fn.command_line import add_gin_flags, add_version_flag, exit_code, free_folder
+from grpo_fn.command_line import CommandParser, exit_code, free_folder
 
 
-def flags() -> argparse.ArgumentParser:
+def flags() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m grpo_fn.eval",
-        description="Measure a model on the held-out problems that gin files name.",
-    )
+    parser = CommandParser("grpo_fn.eval", "Measure a model on the held-out problems that gin files name.")
     parser.add_argument(
         "--model",
         required=True,
         metavar="M",
         help="a Hugging Face folder or hub name, a run folder, or DIR/checkpoints/step_N of one",
     )
-    add_gin_flags(
-        parser,
+    parser.add_gin_flags(
         files="gin file, of a training run or from gin/eval; repeat it to lay one over another (default: the "
         "configuration of the run that M belongs to)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for the results (default: evals/<model>-<time>)"
     )
-    add_version_flag(parser)
+    parser.add_quiet_flag("the folder of the results has them")
     return parser
 
 
@@ -44,7 +39,9 @@ def default_out(model: str, now: datetime) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, check, launch; returns the exit code. Bad input is 2 and one message; anything else keeps its traceback."""
     args = flags().parse_args(argv)
-    return exit_code(lambda: launch_evaluation(args), interrupted="interrupted; no results were written")
+    return exit_code(
+        lambda: launch_evaluation(args), interrupted="interrupted; no results were written", quiet=args.quiet
+    )
 
 
 def launch_evaluation(args: argparse.Namespace) -> int:

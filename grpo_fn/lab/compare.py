@@ -1,6 +1,6 @@
 """Compare evaluations of several models on the same problems: accuracies, differences, and what flipped, as markdown.
 
-python -m grpo_fn.lab.compare A B [C ...]
+grpo_fn compare A B [C ...]
 
 A, B, ... are folders that `python -m grpo_fn.eval` wrote, run folders (their newest evaluation) or .jsonl files of
 either. The others are compared with A, problem by problem. The differences come with an exact McNemar test and a paired
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fn.command_line import command_parser, exit_code
+from grpo_fn.command_line import CommandParser, exit_code
 from grpo_fn.lab.paired import mcnemar, paired_bootstrap, paired_cells, paired_difference
 from grpo_fn.lab.trials import code_span, table_markdown
 
@@ -41,9 +41,9 @@ class Flips(NamedTuple):
     p: float
 
 
-def flags() -> argparse.ArgumentParser:
+def flags() -> CommandParser:
     """The command line."""
-    parser = command_parser("grpo_fn.lab.compare", __doc__)
+    parser = CommandParser("grpo_fn.lab.compare", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="two or more; the first is the baseline")
     parser.add_argument("--grader", metavar="NAME", help="whose score of 1 means right (default: the deciding grader)")
     parser.add_argument(

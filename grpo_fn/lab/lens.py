@@ -1,8 +1,8 @@
 """The counterfactual lens: what every preset would have made of one stored step.
 
-python -m grpo_fn.lab.lens RUN --step 20                 seen with the run's newest weights
-python -m grpo_fn.lab.lens RUN --step 20 --policy NAME   with others: a model folder, or a checkpoint
-python -m grpo_fn.lab.lens RUN --step 20 --on_policy     as the policy that sampled it saw it: every ratio 1
+grpo_fn lens RUN --step 20                 seen with the run's newest weights
+grpo_fn lens RUN --step 20 --policy NAME   with others: a model folder, or a checkpoint
+grpo_fn lens RUN --step 20 --on_policy     as the policy that sampled it saw it: every ratio 1
 
 Prints the figures and writes one HTML file (default RUN/lens/step_N.html) that opens without a network. With
 --token_report FILE.html also every token of the run: signal, ratio, clip, KL, entropy (docs/monitoring/signal.md).
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from grpo_fn.command_line import command_parser, exit_code
+from grpo_fn.command_line import CommandParser, exit_code
 
 
-def flags() -> argparse.ArgumentParser:
+def flags() -> CommandParser:
     """The command line."""
-    parser = command_parser("grpo_fn.lab.lens", __doc__)
+    parser = CommandParser("grpo_fn.lab.lens", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="a step whose rollout is stored")
     parser.add_argument("--policy", metavar="NAME", help="weights to look with (default: the run's newest)")
@@ -27,12 +27,14 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--reference", metavar="NAME", help="reference model (default: none, every KL is to logp_old)")
     parser.add_argument("--token_report", type=Path, metavar="FILE", help="the run's own signal, token by token")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default RUN/lens/step_N.html")
+    parser.add_quiet_flag("--out has the page")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, print the figures, write the pages; returns the exit code."""
-    return exit_code(partial(show, flags().parse_args(argv)), interrupted="interrupted")
+    args = flags().parse_args(argv)
+    return exit_code(partial(show, args), interrupted="interrupted", quiet=args.quiet)
 
 
 def show(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Two or more configurations from the same start, with the same problems, order and random numbers, step by step.
 
-python -m grpo_fn.lab.pair A.gin B.gin [C.gin ...] --gin_file run/arithmetic.gin --seeds 0 1 2 --out DIR
-python -m grpo_fn.lab.pair --report --out DIR
+grpo_fn pair A.gin B.gin [C.gin ...] --gin_file run/arithmetic.gin --seeds 0 1 2 --out DIR
+grpo_fn pair --report --out DIR
 
 Every arm is the files of --gin_file with one file of its own on top; the first is what the others are compared with.
 An arm and a seed are a run folder, DIR/trials/ARM-seed_S, made by `python -m grpo_fn.run`. The same command again keeps
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from grpo_fn.command_line import exit_code
+from grpo_fn.command_line import CommandParser, exit_code
 from grpo_fn.config import Config, load_config, value_fingerprint
 from grpo_fn.config.resolve import Node, full_name
 from grpo_fn.core.json_lines import metrics_by_step
@@ -61,9 +61,9 @@ SAMPLED = (
 )
 
 
-def flags() -> argparse.ArgumentParser:
+def flags() -> CommandParser:
     """The command line."""
-    parser = trial_parser("grpo_fn.lab.pair", __doc__)
+    parser = trial_parser("grpo_fn.lab.pair", __doc__, positional=False)
     parser.add_argument("arms", nargs="*", metavar="ARM.gin", help="two or more; each goes by its file's name")
     parser.add_argument("--seeds", nargs="+", default=["0", "1", "2"], metavar="S", help="default 0 1 2")
     parser.add_argument(
@@ -78,7 +78,8 @@ def flags() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, compare; returns the exit code."""
-    return exit_code(partial(pair, flags().parse_args(argv)), interrupted="interrupted")
+    args = flags().parse_args(argv)
+    return exit_code(partial(pair, args), interrupted="interrupted", quiet=args.quiet)
 
 
 def pair(args: argparse.Namespace) -> int:

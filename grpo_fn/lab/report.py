@@ -1,6 +1,6 @@
 """One page about one or several runs: a summary, the knobs that differ, warnings and samples.
 
-python -m grpo_fn.lab.report RUN [RUN ...] [--out report.html]
+grpo_fn report RUN [RUN ...] [--out report.html]
 
 RUN is a run folder, finished or running. The page is one HTML file without scripts that opens without a network; curves
 are in TensorBoard.
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fn.command_line import command_parser, exit_code
+from grpo_fn.command_line import CommandParser, exit_code
 from grpo_fn.core.display_text import markdown_cell
 from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.core.problem import Turn, transcript
@@ -37,17 +37,19 @@ td:has(.long) { overflow-wrap: anywhere; }
 </style>"""
 
 
-def flags() -> argparse.ArgumentParser:
+def flags() -> CommandParser:
     """The command line."""
-    parser = command_parser("grpo_fn.lab.report", __doc__)
+    parser = CommandParser("grpo_fn.lab.report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default report.html")
+    parser.add_quiet_flag("--out has the page")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read, write; returns the exit code."""
-    return exit_code(partial(write_report, flags().parse_args(argv)), interrupted="interrupted")
+    args = flags().parse_args(argv)
+    return exit_code(partial(write_report, args), interrupted="interrupted", quiet=args.quiet)
 
 
 def write_report(args: argparse.Namespace) -> int:

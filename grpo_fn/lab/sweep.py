@@ -1,7 +1,7 @@
 """A small grid or random search over gin values, some runs at a time, and the table of their results.
 
-python -m grpo_fn.lab.sweep --gin_file run/arithmetic.gin --grid optimizer.adamw.lr=1e-5,5e-5 --grid SEED=0,1 --out DIR
-python -m grpo_fn.lab.sweep --report --out DIR
+grpo_fn sweep run/arithmetic.gin --grid optimizer.adamw.lr=1e-5,5e-5 --grid SEED=0,1 --out DIR
+grpo_fn sweep --report --out DIR
 
 Every point of the grid is a trial; with --random, every point for each of --trials draws. A trial is a run folder,
 DIR/trials/NAME, made by `python -m grpo_fn.run`. The same command again keeps those that are done, resumes those that
@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fn.command_line import exit_code
+from grpo_fn.command_line import CommandParser, exit_code
 from grpo_fn.config import load_config
 from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.lab.paired import paired_cells, paired_difference
@@ -60,9 +60,9 @@ DRAWS = 8  # of the random values, without --trials
 SEEDS = ("SEED", "train.train.seed")  # what a setting is repeated over
 
 
-def flags() -> argparse.ArgumentParser:
+def flags() -> CommandParser:
     """The command line."""
-    parser = trial_parser("grpo_fn.lab.sweep", __doc__)
+    parser = trial_parser("grpo_fn.lab.sweep", __doc__, positional=True)
     parser.add_argument("--grid", action="append", default=[], metavar="NAME=A,B,...", help="every value; repeatable")
     parser.add_argument(
         "--random",
@@ -79,7 +79,8 @@ def flags() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, report; returns the exit code."""
-    return exit_code(partial(sweep, flags().parse_args(argv)), interrupted="interrupted")
+    args = flags().parse_args(argv)
+    return exit_code(partial(sweep, args), interrupted="interrupted", quiet=args.quiet)
 
 
 def sweep(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
-from grpo_fn.command_line import add_gin_flags, command_parser
+from grpo_fn.command_line import CommandParser
 from grpo_fn.core.display_text import escape_control
 
 STOPPED, UNHEALTHY = 75, 76
@@ -33,15 +33,16 @@ class Trial(NamedTuple):
     values: dict[str, str]
 
 
-def trial_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """The flags of every command that runs trials."""
-    parser = command_parser(command, description)
+def trial_parser(command: str, description: str, *, positional: bool) -> CommandParser:
+    """The flags of every command that runs trials; `positional`: gin files may stand without --gin_file."""
+    parser = CommandParser(command, description)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder of all trials")
-    add_gin_flags(parser, files="below every trial, as for grpo_fn.run", params="for every trial")
+    parser.add_gin_flags(files="below every trial, as for grpo_fn.run", params="for every trial", positional=positional)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time; they share the cores")
     parser.add_argument("--timeout", type=float, default=86400.0, metavar="SECONDS", help="for a trial (default a day)")
     parser.add_argument("--dry_run", action="store_true", help="check and print the trials, start nothing")
     parser.add_argument("--report", action="store_true", help="make the tables of what is there")
+    parser.add_quiet_flag("DIR/table.md has the tables, DIR/trials/NAME.out what a trial printed")
     return parser
 
 

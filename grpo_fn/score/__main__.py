@@ -9,17 +9,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_fn.command_line import add_version_flag, exit_code
+from grpo_fn.command_line import CommandParser, exit_code
 
 MOST_WORKERS = 8  # by default: each takes its share of memory
 
 
-def flags() -> argparse.ArgumentParser:
+def flags() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m grpo_fn.score",
-        description="Score a file of completions, one JSON object a line: `completion`, and `answer` or `tests` as "
+    parser = CommandParser(
+        "grpo_fn.score",
+        "Score a file of completions, one JSON object a line: `completion`, and `answer` or `tests` as "
         "the reward needs. Every row comes back as it was, with verdict, score, reason and seconds.",
     )
     parser.add_argument(
@@ -37,7 +36,7 @@ def flags() -> argparse.ArgumentParser:
         help="a knob of the reward, as a Python literal or @module.function; repeatable",
     )
     parser.add_argument("--input", type=Path, metavar="FILE", help="rows to score (default: standard input)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="a new file (default: standard output)")
+    parser.add_argument("--output", "--out", type=Path, metavar="FILE", help="a new file (default: standard output)")
     parser.add_argument(
         "--field_suffix",
         dest="suffix",
@@ -58,7 +57,6 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory_mb", type=int, default=1024, metavar="MB", help="for one worker (default: %(default)s)"
     )
-    add_version_flag(parser)
     return parser
 
 

@@ -2,8 +2,8 @@
 
 core < algo, rewards < environments, tasks < trainer.health, trainer.evaluation are pure; verifier imports nothing of
 ours, sandbox core alone; shell is stateful and does not know algo; trainer puts both together; train and the commands
-run, eval, score and doctor come last. The lab looks at what runs leave behind: nothing imports it but its commands
-redteam and replay. Nothing imports testing or a command, but the lab has the rewards of score.
+run, eval, score, export and doctor come last. The lab looks at what runs leave behind: nothing imports it but its
+commands redteam and replay. Nothing imports testing or a command, but the lab has the rewards of score.
 """
 
 import ast
@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "tasks": {"core", "rewards"},
     "trainer.health": set(),
     "trainer.evaluation": {"core", "verifier", "rewards"},
-    "config": set(),
+    "config": {"core.display_text"},
     **dict.fromkeys(BASE, SCIENCE | BASE),
     "shell.model": SCIENCE | BASE,
     "shell.policy": SCIENCE | BASE | {"shell.model"},
@@ -46,6 +46,10 @@ MAY_IMPORT = {
     "trainer": {*PURE, "sandbox", "shell", "config", "command_line"},
     "train": {*PURE, "shell", "trainer"},
     "command_line": {"core.partials", "core.display_text"},
+    "__main__": {"command_line", "config", "core.display_text"},
+    "export": {"command_line", "trainer"},
+    "tiny_model": {"command_line", "shell.model"},
+    "import_config": {"command_line"},
     "run": {"command_line", "config", "train"},
     "eval": {"command_line", *PURE, "shell", "trainer", "config"},
     "score": {"command_line", "core", "shell", "trainer", "config"},
@@ -76,6 +80,10 @@ NO_TORCH = {
     "run",
     "score",
     "eval.__main__",
+    "__main__",
+    "export",
+    "tiny_model",
+    "import_config",
     "redteam",
     "replay",
     "trainer.health",

@@ -18,7 +18,7 @@ ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 PROGRAMS = {
     *("python", "python3", "python3.11", "pytest", "make", "torchrun", "tensorboard", "pip", "source", "."),
     *("docker", "kubectl", "sbatch", "srun", "scancel", "scontrol", "nvidia-smi", "wandb", "trackio", "touch"),
-    *("transformers", "vllm", "lm_eval", "echo", "tail"),
+    *("grpo_fn", "transformers", "vllm", "lm_eval", "echo", "tail"),
 }
 
 

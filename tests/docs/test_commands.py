@@ -5,7 +5,6 @@ tutorial and what looks at a finished run are run as they stand.
 """
 
 import argparse
-import importlib
 import os
 import re
 import runpy
@@ -27,6 +26,8 @@ from packaging.requirements import Requirement
 from torch.distributed import run as torchrun
 
 from grpo_fn import train
+from grpo_fn.__main__ import command_module
+from grpo_fn.command_line import COMMANDS
 from grpo_fn.config import load_config, parse_gin
 from grpo_fn.config.resolve import used_macros
 
@@ -36,6 +37,7 @@ SCRIPTS = [path for form in ("tools/launch/*.s*", "experiments/*/*.sh") for path
 HEADS = [*GIN, *SCRIPTS, *sorted((ROOT / "tools").glob("*.py"))]
 NOT_OURS = {"torch-tb-profiler", "lm_eval"}  # packages for environments of their own
 READERS = ("mine.gin", "F", "runs/x/config.gin")  # gin files of the reader's
+MODULE_OF = {each.word: each.module for group in COMMANDS.values() for each in group}
 MODULES = ("pip", "venv", "pytest", "vllm.entrypoints.launchers.api_server.entry")  # that `python -m` runs, not ours
 
 
@@ -57,6 +59,9 @@ def check_program(argv: Sequence[str], page_text: str) -> None:
         check_flags(parsed.training_script, parsed.training_script_args)
     elif name.startswith("python"):
         check_python(words, page_text)
+    elif name == "grpo_fn":
+        assert words[0] in MODULE_OF or words == ["completion", "bash"], f"got {words[0]}, expected a command"
+        check_flags(MODULE_OF[words[0]], words[1:])
     elif name == "sbatch" or name.endswith(".sh"):
         check_launcher([*argv] if name != "sbatch" else [word for word in words if word[:2] != "--" or "gin" in word])
     elif name == "make":
@@ -89,8 +94,7 @@ def parser_of(name: str) -> argparse.ArgumentParser | None:
     """That of a module or of a path; None for a program without `flags`."""
     if "/" in name:
         return runpy.run_path(str(ROOT / name)).get("flags", lambda: None)()
-    module = importlib.import_module(name)
-    return (importlib.import_module(f"{name}.__main__") if hasattr(module, "__path__") else module).flags()
+    return command_module(name).flags()
 
 
 def check_flags(name: str, words: list[str]) -> None:
@@ -179,7 +183,9 @@ def test_a_command_is_found_wherever_it_stands(
         "python -m grpo_fn.run --gin_flie run/arithmetic.gin",
         "python -m grpo_fn.run --gin_file run/no_such.gin",
         "python -m grpo_fn.run --gin_file run/arithmetic.gin --gin_param sections.Sampling.temperatur=1.0",
-        "python -m grpo_fn.lab.sweep --out x --girds SEED=0",
+        "grpo_fn sweep --out x --girds SEED=0",
+        "grpo_fn ran run/arithmetic.gin",
+        "grpo_fn run run/no_such.gin",
         "tools/launch/torchrun.sh --gin_file run/no_such.gin",
         "pip install -e '.[no_such]'",
         "pip install 'torch==1.0.*'",
@@ -197,10 +203,11 @@ def test_a_wrong_command_is_refused(text: str) -> None:
 
 
 def execute(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    """A line of a shell, with this Python first on the PATH; it has to end well."""
+    """A line of a shell, with this Python and its `grpo_fn` first on the PATH; it has to end well."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     env["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), env["PATH"]))
-    done = subprocess.run(["bash", "-c", text], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    command = f'grpo_fn() {{ python -m grpo_fn "$@"; }}; {text}'  # an environment may be older than the command
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{text}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
     return done
 
@@ -225,12 +232,11 @@ def test_the_tutorial_runs_as_it_stands(tutorial: Path) -> None:
 
 
 FINISHED = [
-    "python -m grpo_fn.score --reward math < rows.jsonl | "
-    "python -m grpo_fn.score --reward lenient --field_suffix _lenient > both.jsonl",
-    "python -m grpo_fn.lab.report A B",
-    "python -m grpo_fn.lab.compare A B",
-    "python -m grpo_fn.replay RUN --step N --override 'losses.clipped_ratio.clip_high=0.28'",
-    "python tools/export.py RUN OUT",
+    "grpo_fn score --reward math < rows.jsonl | grpo_fn score --reward lenient --field_suffix _lenient > both.jsonl",
+    "grpo_fn report A B",
+    "grpo_fn compare A B",
+    "grpo_fn replay RUN --step N --set 'losses.clipped_ratio.clip_high=0.28'",
+    "grpo_fn export RUN --out DIR",
     'python -c "from grpo_fn.algo import advantage; help(advantage.group_normalized)"',
 ]
 

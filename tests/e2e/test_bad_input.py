@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 from e2e.running import command, finish
 
-from experiments.tiny import models
-
 ROWS = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(8)]
 
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = models.Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=256)
+    shape = tiny.Qwen2Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=256)
     path = tmp_path_factory.mktemp("random") / "model"
-    models.make_random(shape, path, seed=0, chat=False)
+    tiny.make_random(shape, path, seed=0, chat=False)
     return path
 
 
@@ -114,6 +112,7 @@ REFUSED = """
 from __gin__ import dynamic_registration
 
 from e2e import engines
+from grpo_fn.shell.model import tiny
 from grpo_fn.shell.sampler import probe
 from grpo_fn.trainer import sections
 

@@ -7,10 +7,10 @@ import pytest
 from e2e.running import finish, metrics
 from published import published
 
-from experiments.tiny import models
 from grpo_fn import sandbox
 from grpo_fn.config import load_config
 from grpo_fn.shell.logging import rollout_store
+from grpo_fn.shell.model import tiny
 
 TRAIN = 7473
 SHORT = {"STEPS": 2, "PROMPTS": 2, "EVAL_PROBLEMS": 4, "step.Algorithm.group_size": 2}
@@ -27,9 +27,9 @@ LIMITS = {"python_tool": (8, 1024), "mbpp_retry": (3, 1152)}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = models.Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=4096)
+    shape = tiny.Qwen2Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=4096)
     path = tmp_path_factory.mktemp("published") / "model"
-    models.make_random(shape, path, seed=0, chat=True)
+    tiny.make_random(shape, path, seed=0, chat=True)
     return path
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import make_tiny_model
 import psutil
 import pytest
 import yaml
@@ -21,6 +20,7 @@ from e2e.test_published import needs_sandbox
 from launch.launching import Started, environment, program, run
 from published import published
 
+from grpo_fn import tiny_model
 from grpo_fn.config import load_config
 from grpo_fn.shell.checkpoint.run_dir import write_config
 from grpo_fn.shell.logging import rollout_store
@@ -57,8 +57,8 @@ SMALLER: dict[str, dict[str, Any]] = {
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights; the longest problem of MATH has to fit in bytes."""
     path = tmp_path_factory.mktemp("recipes") / "model"
-    flags = ["--random", "--chat_template", "--hidden", "32", "--layers", "2", "--positions", "8192"]
-    assert make_tiny_model.main([*flags, "--out", str(path)]) == 0
+    flags = ["--chat_template", "--hidden", "32", "--layers", "2", "--positions", "8192"]
+    assert tiny_model.main([*flags, "--out", str(path)]) == 0
     return path
 
 

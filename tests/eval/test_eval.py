@@ -14,11 +14,10 @@ import pytest
 from e2e.running import TESTS, command, finish, metrics
 from published import published
 
-from experiments.tiny import models
 from grpo_fn.config.resolve import Node
 from grpo_fn.eval import __main__ as evaluation
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.model import hf
+from grpo_fn.shell.model import hf, tiny
 from grpo_fn.trainer.model_source import locate
 
 PROJECT = TESTS.parent
@@ -184,8 +183,8 @@ HARM: dict[str, tuple[Callable[[Path], object], str, list[str]]] = {
 
 
 def make_other(folder: Path) -> None:
-    shape = models.Sizes(vocabulary=352, hidden=64, layers=1, heads=2, kv_heads=1, intermediate=32, positions=128)
-    models.make_random(shape, folder, seed=0, chat=False)
+    shape = tiny.Qwen2Sizes(vocabulary=352, hidden=64, layers=1, heads=2, kv_heads=1, intermediate=32, positions=128)
+    tiny.make_random(shape, folder, seed=0, chat=False)
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -289,9 +288,9 @@ def uncalled(value: object) -> object:
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = models.Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=4096)
+    shape = tiny.Qwen2Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=4096)
     path = tmp_path_factory.mktemp("random") / "model"
-    models.make_random(shape, path, seed=0, chat=True)
+    tiny.make_random(shape, path, seed=0, chat=True)
     return path
 
 

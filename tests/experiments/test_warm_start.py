@@ -9,8 +9,9 @@ from torch import nn
 
 import grpo_fn
 from experiments.tiny import models
+from grpo_fn.shell.model import tiny
 
-BARE = models.byte_tokenizer(chat=False)
+BARE = tiny.byte_tokenizer(chat=False)
 PAIRS = [("1+1=", "2"), ("12+30=", "42, I think"), ("7", "7"), ("2-2=", "nothing")]
 STEPS, ROWS = 5, 2
 LR = 3e-3
@@ -68,8 +69,8 @@ def test_what_a_warm_start_runs_is_among_the_sources_of_a_model():
         if event == "call" and frame.f_code.co_filename.startswith(root):
             entered.add(Path(frame.f_code.co_filename))
 
-    sizes = models.Sizes(vocabulary=len(BARE), positions=16, hidden=8, layers=1, heads=1, kv_heads=1, intermediate=8)
-    model = models.random_model(sizes.config(), seed=0)
+    sizes = tiny.Qwen2Sizes(vocabulary=len(BARE), positions=16, hidden=8, layers=1, heads=1, kv_heads=1, intermediate=8)
+    model = tiny.random_model(sizes.config(), seed=0)
     rows = iter([[("1+1=", False), ("2", True)]])
     before = sys.getprofile()
     sys.setprofile(note)
@@ -92,9 +93,9 @@ def test_the_warm_start_lowers_the_loss_and_leaves_prompts_alone():
         assert rollout.tokens[row].tolist()[: len(p + a) + 1] == [*p, *a, eos]
         learned = range(len(p), len(p + a) + 1)
         assert rollout.mask[row].nonzero().flatten().tolist() == [*learned]
-    sizes = models.Sizes(vocabulary=262, positions=96, hidden=32, layers=1, heads=2, kv_heads=1, intermediate=48)
+    sizes = tiny.Qwen2Sizes(vocabulary=262, positions=96, hidden=32, layers=1, heads=2, kv_heads=1, intermediate=48)
     lines: list[str] = []
-    model = models.random_model(sizes.config(), seed=0)
+    model = tiny.random_model(sizes.config(), seed=0)
     models.warm_start(model, tokenizer, iter(rows * 300), steps=300, batch_rows=2, report=lines.append)
     assert len(lines) == 3
     assert lines[-1].startswith("[warm start] step 300/300 loss 0.0")

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from experiments.tiny.models import byte_tokenizer
 from grpo_fn.config import load_config
 from grpo_fn.core.environment import Environment
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.episode_rows import as_observation
+from grpo_fn.shell.model.tiny import byte_tokenizer
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import from_rows
 from grpo_fn.trainer.prepare import BEGINNING, fitting_episodes, prompt_length, prompt_limit

@@ -122,8 +122,8 @@ def processes(tmp_path_factory):
     subprocess.run(
         [
             sys.executable,
-            ROOT / "tools/make_tiny_model.py",
-            "--random",
+            "-m",
+            "grpo_fn.tiny_model",
             "--vocabulary",
             "300",
             "--out",

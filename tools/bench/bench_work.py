@@ -9,7 +9,7 @@ import torch
 
 from experiments.tiny import models
 from grpo_fn.core import prng
-from grpo_fn.shell.model import hf
+from grpo_fn.shell.model import hf, tiny
 from grpo_fn.tasks import arithmetic
 
 WORDS = 40_000  # of the text that a vocabulary of 32,000 entries is learned from
@@ -20,7 +20,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 class Work(NamedTuple):
     """A model with random weights and the completions of one step."""
 
-    sizes: models.Sizes
+    sizes: tiny.Qwen2Sizes
     prompts: int
     group_size: int
     prompt_tokens: int  # of every prompt; 0: word problems, as long as they come
@@ -33,9 +33,11 @@ class Work(NamedTuple):
     memory_bar: float | None = None  # peak memory, at most this share of TRL's
 
 
-def sizes_of(vocabulary: int, hidden: int, layers: int, heads: int, intermediate: int, positions: int) -> models.Sizes:
+def sizes_of(
+    vocabulary: int, hidden: int, layers: int, heads: int, intermediate: int, positions: int
+) -> tiny.Qwen2Sizes:
     """A Qwen2's sizes, with as many key and value heads as others."""
-    return models.Sizes(
+    return tiny.Qwen2Sizes(
         vocabulary=vocabulary,
         positions=positions,
         hidden=hidden,
@@ -66,7 +68,7 @@ def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
     tokenizer = models.train_tokenizer(texts, vocabulary=min(TOKENS, work.sizes.vocabulary))
     config = work.sizes.config()
     config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
-    model = models.random_model(config, seed=0)
+    model = tiny.random_model(config, seed=0)
     hf.export(model, tokenizer, folder / "model")
     prompts: dict[str, None] = {}
     number = 0

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from experiments.tiny.models import CHAT_TEMPLATE, byte_tokenizer
 from grpo_fn.core.environment import Message, ToolCall
 from grpo_fn.shell.episodes.chat_format import family_renderer, hermes, no_calls, text, tokenizer_template
+from grpo_fn.shell.model.tiny import CHAT_TEMPLATE, byte_tokenizer
 
 contents = st.text("aT 7\né<>", max_size=6)
 # As Qwen3's: thoughts of turns before the last question are left out.

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from experiments.tiny.models import byte_tokenizer
 from grpo_fn.core.environment import ToolCall
 from grpo_fn.shell.episodes import chat_format
 from grpo_fn.shell.episodes.chat_format import tokenizer_template
+from grpo_fn.shell.model.tiny import byte_tokenizer
 
 FOUND = find_spec("trl")
 FOLDER = Path(FOUND.origin).parent / "chat_templates" if FOUND else None

@@ -7,11 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from experiments.tiny import models
 from grpo_fn.core.problem import COMPLETION, Conversation, Problem
-from grpo_fn.shell.model import demonstrations, hf
+from grpo_fn.shell.model import demonstrations, hf, tiny
 
-CHAT, BARE = models.byte_tokenizer(chat=True), models.byte_tokenizer(chat=False)
+CHAT, BARE = tiny.byte_tokenizer(chat=True), tiny.byte_tokenizer(chat=False)
 HOWS = {f.__name__: f for f in (demonstrations.last_turn, demonstrations.assistant_turns, demonstrations.every_token)}
 texts = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=12)
 
@@ -68,14 +67,14 @@ def test_each_knob_chooses_the_tokens_that_learn() -> None:
 
 
 def with_template(template: str):
-    tokenizer = models.byte_tokenizer(chat=True)
+    tokenizer = tiny.byte_tokenizer(chat=True)
     tokenizer.chat_template = template
     return tokenizer
 
 
-COUNTS = "{{ messages | length }}" + models.CHAT_TEMPLATE  # as one that dates or numbers what it renders
-SHORTENS = models.CHAT_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
-ENDLESS = models.CHAT_TEMPLATE.replace("<|im_end|>", "")
+COUNTS = "{{ messages | length }}" + tiny.CHAT_TEMPLATE  # as one that dates or numbers what it renders
+SHORTENS = tiny.CHAT_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
+ENDLESS = tiny.CHAT_TEMPLATE.replace("<|im_end|>", "")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 import torch
 from fakes import MODELS, VOCABULARY, qwen2_tied, tokenizer
 
-from experiments.tiny.models import CHAT_TEMPLATE
 from grpo_fn.core.problem import chat_prompt
 from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.tiny import CHAT_TEMPLATE
 from grpo_fn.shell.world import find_device
 
 TRICKY = [

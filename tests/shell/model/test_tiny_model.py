@@ -1,10 +1,11 @@
-"""tools/make_tiny_model.py makes ordinary folders: what AutoTokenizer opens spells any text."""
+"""`grpo_fn tiny-model` makes ordinary folders: what AutoTokenizer opens spells any text."""
 
 from pathlib import Path
 
-import make_tiny_model
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_fn import tiny_model
 
 TEXT = "Tom’s  12 + $3\n\té 日本 <b>\\boxed{15}"
 
@@ -13,7 +14,7 @@ TEXT = "Tom’s  12 + $3\n\té 日本 <b>\\boxed{15}"
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_random_model_spells_any_text(chat: bool, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    assert make_tiny_model.main(["--random", "--out", str(folder), *["--chat_template"] * chat]) == 0
+    assert tiny_model.main(["--out", str(folder), *["--chat_template"] * chat]) == 0
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(TEXT)["input_ids"]
     assert (tokenizer.decode(ids), len(ids)) == (TEXT, len(TEXT.encode()))
@@ -28,5 +29,5 @@ def test_a_random_model_spells_any_text(chat: bool, tmp_path: Path) -> None:
 
 
 def test_an_existing_folder_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert make_tiny_model.main(["--random", "--out", str(tmp_path)]) == 2
+    assert tiny_model.main(["--out", str(tmp_path)]) == 2
     assert "expected a free name" in capsys.readouterr().err

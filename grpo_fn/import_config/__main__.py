@@ -1,7 +1,7 @@
 """Turn the configuration of another trainer into a gin file, and list what it could not carry.
 
-python tools/import_config grpo_math_1B.yaml > run.gin                  NeMo-RL: the YAML of a GRPO run
-python tools/import_config trl.json --world 8 --rows 7473 > run.gin     TRL: the fields of a GRPOConfig
+grpo_fn import grpo_math_1B.yaml > run.gin                  NeMo-RL: the YAML of a GRPO run
+grpo_fn import trl.json --world 8 --rows 7473 > run.gin     TRL: the fields of a GRPOConfig
 
 A TRL file is JSON, YAML, or Python: a dict literal, or a call GRPOConfig(...) of literals. --world is the number of
 processes and --rows that of training rows, which TRL's own file does not hold. What means something else here, what was
@@ -12,12 +12,14 @@ docs/migrating/from_trl.md and docs/migrating/from_nemo_rl.md say the same in wo
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from config_file import inherited
-from import_nemo_rl import from_nemo_rl
-from import_trl import from_trl
+from grpo_fn.command_line import CommandParser, exit_code
+from grpo_fn.import_config.from_nemo_rl import from_nemo_rl
+from grpo_fn.import_config.from_trl import from_trl
+from grpo_fn.import_config.peer_file import read_with_defaults
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
@@ -37,36 +39,43 @@ def kind_of(config: Mapping[str, Any]) -> str:
     raise ValueError(f"got the keys {got}, expected `grpo` and `policy` (NeMo-RL) or fields of a GRPOConfig (TRL)")
 
 
-def flags() -> argparse.ArgumentParser:
+def flags() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("config", type=Path)
+    parser = CommandParser("grpo_fn.import_config", __doc__)
+    parser.add_argument("config", type=Path, metavar="FILE", help="configuration of the other trainer")
     parser.add_argument("--world", type=int, default=1, metavar="N", help="TRL: processes of the original (default 1)")
-    parser.add_argument("--rows", type=int, metavar="N", help="training rows, where the file counts epochs")
+    parser.add_argument("--rows", type=int, metavar="N", help="training rows, if the file counts epochs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the gin file (default: standard output)")
+    parser.add_argument(
+        "--quiet", action="store_true", help="print errors alone; the comments of the file have the rest"
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the gin file; returns the exit code."""
     args = flags().parse_args(argv)
-    try:
-        if args.world < 1 or (args.rows is not None and args.rows < 1):
-            raise ValueError(f"got --world {args.world} --rows {args.rows}, expected numbers from 1")
-        if args.out is not None and args.out.exists():
-            raise ValueError(f"--out: got {args.out}, which exists; expected a free name")
-        config = inherited(args.config)
-        trl = kind_of(config) == "trl"
-        draft = from_trl(config, args.world, args.rows) if trl else from_nemo_rl(config, args.rows)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(partial(write_gin_file, args), interrupted="interrupted")
+
+
+def write_gin_file(args: argparse.Namespace) -> int:
+    """Write the gin file. Raises ValueError or OSError for bad input."""
+    if args.world < 1 or (args.rows is not None and args.rows < 1):
+        raise ValueError(f"got --world {args.world} --rows {args.rows}, expected numbers from 1")
+    if args.out is not None and args.out.exists():
+        raise ValueError(f"--out: got {args.out}, which exists; expected a free name")
+    config = read_with_defaults(args.config)
+    trl = kind_of(config) == "trl"
+    draft = from_trl(config, args.world, args.rows) if trl else from_nemo_rl(config, args.rows)
     text = draft.text(args.config.name)
     if args.out is None:
         sys.stdout.write(text)
     else:
         args.out.write_text(text, encoding="utf-8")
-    print(*draft.listed(), sep="\n", file=sys.stderr)
+    if not args.quiet:
+        print(*draft.note_lines(), sep="\n", file=sys.stderr)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

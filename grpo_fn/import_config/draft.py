@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from config_file import leaves, number
+
+from grpo_fn.import_config.peer_file import flat_options, parse_number
 
 DIFFERS, LEFT, UNKNOWN = "means something else here", "not carried", "unknown"
 UNBOUNDED = 1e9  # a bound of None, or a norm of 0
@@ -58,37 +59,39 @@ class Draft:
     def differs(self, key: str, text: str) -> None:
         self.notes.append((DIFFERS, key, text))
 
-    def left(self, key: str, text: str) -> None:
+    def leave_out(self, key: str, text: str) -> None:
         self.notes.append((LEFT, key, text))
 
     def text(self, source: str) -> str:
         """The file; its knobs in order, so that those of a function stand together."""
-        values = "\n".join(map(literal, self.knobs.values()))
+        values = "\n".join(map(draft_literal, self.knobs.values()))
         modules = {name.partition(".")[0] for name in self.knobs}
         modules |= {*re.findall(r"(?:^|[\[ ])@(\w+)\.", values, re.MULTILINE)}
-        head = f"From {source}, by tools/import_config. Read what follows before you compare with the original."
-        lines = [f"# {line}" for line in (one_line(head), *self.listed())]
+        head = f"From {source}, by grpo_fn import. Read what follows before you compare with the original."
+        lines = [f"# {line}" for line in (comment_text(head), *self.note_lines())]
         lines += ["from __gin__ import dynamic_registration", ""]
         lines += [*sorted(f"from {PACKAGES[module]} import {module}" for module in modules), ""]
         lines += [*(f'include "{name}"' for name in dict.fromkeys(self.includes)), ""]
-        lines += [*(f"{name} = {literal(value)}" for name, value in sorted(self.macros.items())), ""]
-        return "\n".join([*lines, *(f"{name} = {literal(value)}" for name, value in sorted(self.knobs.items())), ""])
+        lines += [*(f"{name} = {draft_literal(value)}" for name, value in sorted(self.macros.items())), ""]
+        return "\n".join(
+            [*lines, *(f"{name} = {draft_literal(value)}" for name, value in sorted(self.knobs.items())), ""]
+        )
 
-    def listed(self) -> Iterator[str]:
+    def note_lines(self) -> Iterator[str]:
         """The notes, a line each: what differs, what was left, what is unknown."""
         for kind in (DIFFERS, LEFT, UNKNOWN):
-            yield from (one_line(f"{kind}: {key}: {text}") for k, key, text in self.notes if k == kind)
+            yield from (comment_text(f"{kind}: {key}: {text}") for k, key, text in self.notes if k == kind)
 
 
-def one_line(text: str) -> str:
+def comment_text(text: str) -> str:
     """The text as it may stand in a comment."""
     return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
 
 
-def literal(value: Any) -> str:
+def draft_literal(value: Any) -> str:
     """A value as gin reads it; text of our own that begins with @ or % stays a reference."""
     if isinstance(value, list):
-        return "[" + ", ".join(map(literal, value)) + "]"
+        return "[" + ", ".join(map(draft_literal, value)) + "]"
     ours = isinstance(value, str) and not isinstance(value, Text)
     return value if ours and re.fullmatch(r"@[\w.]+|%[A-Z_]+", value) else repr(value)
 
@@ -120,7 +123,7 @@ class Table(NamedTuple):
         return next((why for form, why in self.absent.items() if any(re.fullmatch(form, key) for key in names)), None)
 
 
-def option(default: Any, bounds: Any = "", ours: str = "", when: str = "") -> Option:
+def table_option(default: Any, bounds: Any = "", ours: str = "", when: str = "") -> Option:
     """A row of a table."""
     names = default.split("|") if isinstance(default, str) else [type(default).__name__]
     typed = isinstance(default, str) and {*names} <= TYPES.keys()
@@ -131,19 +134,19 @@ def option(default: Any, bounds: Any = "", ours: str = "", when: str = "") -> Op
     return Option(types, None if typed else default, signs, known, ours, when)
 
 
-def table(name: str) -> Table:
+def read_table(name: str) -> Table:
     """The table in a YAML file beside this one."""
     rows = yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
     notes = rows.pop("notes")
-    options = {key: option(*row) for key, row in rows.items() if isinstance(row, list)}
+    options = {key: table_option(*row) for key, row in rows.items() if isinstance(row, list)}
     return Table(options, {key: row for key, row in rows.items() if isinstance(row, str)}, notes)
 
 
-class Reader:
+class OptionReader:
     """The original's options."""
 
     def __init__(self, config: Mapping[str, Any], rows: Table) -> None:
-        self.values, self.rows = dict(leaves(config)), rows
+        self.values, self.rows = dict(flat_options(config)), rows
         self.taken: set[str] = set()
 
     def __call__(self, name: str, default: Any = None) -> Any:
@@ -158,7 +161,7 @@ class Reader:
         if value is None:
             return None
         if isinstance(value, str) and str not in types and int in types:  # YAML reads 1e-6 as text
-            value = number(value)
+            value = parse_number(value)
         if isinstance(value, float) and types == (int,) and value.is_integer():
             value = int(value)
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
@@ -193,7 +196,7 @@ class Reader:
             text = re.sub(r"\{([\w.]+)\}", lambda name: str(self(name[1])), text)
             if kind == "refused":
                 raise ValueError(f"{key}: {text}")
-            (draft.differs if kind == "differs" else draft.left)(key, text)
+            (draft.differs if kind == "differs" else draft.leave_out)(key, text)
         for name, row in self.rows.options.items():
             if not row.ours or (row.when and not self.holds(row.when)):
                 continue
@@ -214,13 +217,13 @@ class Reader:
             else:
                 draft.notes.append((UNKNOWN, name, repr(self.values[name])))
         for why, options in left.items():
-            draft.left(", ".join(options), why)
+            draft.leave_out(", ".join(options), why)
 
 
 # -- what both peers have
 
 
-def clipped(draft: Draft, low: float, high: float, cap: float | None, name: str, *, sequence: bool) -> str:
+def clip_loss(draft: Draft, low: float, high: float, cap: float | None, name: str, *, sequence: bool) -> str:
     """PPO's clip of a token's ratio or a row's, with a bound for bad tokens where `cap`, the original's `name`, is."""
     if sequence or cap is None:
         loss = "losses.sequence_ratio" if sequence else "losses.clipped_ratio"
@@ -230,17 +233,18 @@ def clipped(draft: Draft, low: float, high: float, cap: float | None, name: str,
     return draft.bind("losses.dual_clip", clip_low=low, clip_high=high, cap=cap)
 
 
-def normalized(draft: Draft, eps: float) -> str:
+def normalize_advantage(draft: Draft, eps: float) -> str:
+    """The group's advantage over its standard deviation, as the original has it."""
     draft.differs("std of advantages", f"eps {eps:g} and ddof 1 as there; a group of equal rewards is exactly 0 here")
     return draft.bind("advantage.group_normalized", eps=eps, ddof=1)
 
 
-def bounded(draft: Draft, kind: str, low: float, high: float, name: str, *, sequence: bool) -> str:
+def bound_weight(draft: Draft, kind: str, low: float, high: float, name: str, *, sequence: bool) -> str:
     """A truncated or a masked weight, of tokens or rows; the upper bound is the original's `name`."""
     if not low <= 1 <= high:
         raise ValueError(f"{name}: got {low:g} to {high:g}, expected 1 within, or the policy's own samples lose weight")
     if kind == "truncated_weight" and low:
-        draft.left(f"the lower bound beside {name}", f"{low:g}: a small weight stays small")
+        draft.leave_out(f"the lower bound beside {name}", f"{low:g}: a small weight stays small")
     if sequence:
         draft.differs(
             name,
@@ -252,7 +256,7 @@ def bounded(draft: Draft, kind: str, low: float, high: float, name: str, *, sequ
     return draft.bind(f"corrections.{kind}", **ratio, **knobs)
 
 
-def correct(draft: Draft, weight: str | None, mask: str | None) -> None:
+def bind_correction(draft: Draft, weight: str | None, mask: str | None) -> None:
     """Bind what a sample is worth: a correction, another one that masks besides, or both."""
     both = draft.bind("corrections.weight_and_mask", weight=weight, mask=mask) if weight and mask else weight or mask
     if both:

@@ -1,13 +1,25 @@
-"""The YAML of a NeMo-RL GRPO run as a gin file (tools/import_config, docs/migrating/from_nemo_rl.md)."""
+"""The YAML of a NeMo-RL GRPO run as a gin file (docs/migrating/from_nemo_rl.md)."""
 
 from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
-from config_file import interpolated
-from importer import LARGEST, LOSS, UNBOUNDED, Draft, Reader, Text, bounded, clipped, correct, normalized, table
+from grpo_fn.import_config.draft import (
+    LARGEST,
+    LOSS,
+    UNBOUNDED,
+    Draft,
+    OptionReader,
+    Text,
+    bind_correction,
+    bound_weight,
+    clip_loss,
+    normalize_advantage,
+    read_table,
+)
+from grpo_fn.import_config.peer_file import fill_references
 
-NEMO_RL = table("nemo_rl.yaml")
+NEMO_RL = read_table("nemo_rl.yaml")
 LORA, SHAPING, ADAM = "policy.dtensor_cfg.lora_cfg.", "grpo.reward_shaping.", "policy.optimizer.kwargs."
 TIS = "loss_fn.truncated_importance_sampling_"
 TEACHERS = "on_policy_distillation.teacher_model_by_agent_name"
@@ -20,7 +32,7 @@ def from_nemo_rl(config: Mapping[str, Any], rows: int | None = None) -> Draft:
             "distillation: got NeMo-RL's distillation of a teacher's top logits, expected its GRPO with adv_estimator "
             "opd; algo/opd.gin has the reverse KL of the sampled token (docs/algorithms/distillation.md)"
         )
-    key, draft = Reader(interpolated(config), NEMO_RL), Draft()
+    key, draft = OptionReader(fill_references(config), NEMO_RL), Draft()
     key.carry(draft)
     nemo_batches(key, draft, rows)
     nemo_loss(key, draft)
@@ -37,7 +49,7 @@ def from_nemo_rl(config: Mapping[str, Any], rows: int | None = None) -> Draft:
     return draft
 
 
-def nemo_batches(key: Reader, draft: Draft, rows: int | None) -> None:
+def nemo_batches(key: OptionReader, draft: Draft, rows: int | None) -> None:
     """Prompts, samples, optimizer steps on them, and lengths."""
     prompts, group = key("grpo.num_prompts_per_step"), key("grpo.num_generations_per_prompt")
     update, total = key("policy.train_global_batch_size", prompts * group), key("policy.max_total_sequence_length")
@@ -67,7 +79,7 @@ def nemo_batches(key: Reader, draft: Draft, rows: int | None) -> None:
             draft.differs(f"{SHAPING}max_response_length", f"beyond {most} tokens the penalty grows on there, not here")
 
 
-def nemo_loss(key: Reader, draft: Draft) -> None:
+def nemo_loss(key: OptionReader, draft: Draft) -> None:
     """The clip."""
     low, high, cap = (key(f"loss_fn.ratio_clip_{side}") for side in ("min", "max", "c"))
     if key("loss_fn.use_cispo"):
@@ -76,11 +88,11 @@ def nemo_loss(key: Reader, draft: Draft) -> None:
         loss = "@losses.reinforce"
     else:
         sequence = key("loss_fn.sequence_level_importance_ratios")
-        loss = clipped(draft, low, high, cap, "loss_fn.ratio_clip_c", sequence=sequence)
+        loss = clip_loss(draft, low, high, cap, "loss_fn.ratio_clip_c", sequence=sequence)
     draft.bind(LOSS, token_loss=loss)
 
 
-def nemo_correction(key: Reader, draft: Draft) -> None:
+def nemo_correction(key: OptionReader, draft: Draft) -> None:
     """What a sample of the engine is worth to the trainer."""
     sequence, mask = key("loss_fn.sequence_level_importance_ratios"), None
     kind, low, high = key(f"{TIS}type"), key(f"{TIS}ratio_min"), key(f"{TIS}ratio")
@@ -90,10 +102,10 @@ def nemo_correction(key: Reader, draft: Draft) -> None:
         mask = draft.bind("corrections.masked_weight", ratio="@corrections.row_ratio", low=low, high=high)
         high = LARGEST
     name, low = ("masked_weight", low) if kind == "icepop" else ("truncated_weight", 0.0)
-    correct(draft, bounded(draft, name, low, high, f"{TIS}ratio", sequence=sequence), mask)
+    bind_correction(draft, bound_weight(draft, name, low, high, f"{TIS}ratio", sequence=sequence), mask)
 
 
-def nemo_advantage(key: Reader, draft: Draft) -> None:
+def nemo_advantage(key: OptionReader, draft: Draft) -> None:
     """Baseline and std; newer files have them under adv_estimator."""
     name = key("grpo.adv_estimator.name")
     place = "grpo.adv_estimator." if "grpo.adv_estimator.normalize_rewards" in key.values else "grpo."
@@ -121,11 +133,11 @@ def nemo_advantage(key: Reader, draft: Draft) -> None:
             "eps 1e-6 as there; equal rewards have a std of exactly 0 here, where rounding leaves NeMo-RL a divisor",
         )
     else:
-        advantage = normalized(draft, 1e-6)
+        advantage = normalize_advantage(draft, 1e-6)
     draft.bind("credit.per_part" if name == "gdpo" else "credit.outcome", advantage=advantage)
 
 
-def nemo_teacher(key: Reader, draft: Draft) -> str:
+def nemo_teacher(key: OptionReader, draft: Draft) -> str:
     """On-policy distillation: the gap to a teacher is the advantage, rewards are measured only."""
     names = {name for name in key.values if name.startswith(f"{TEACHERS}.")}
     models = sorted({str(key.values[name] or "") for name in names})
@@ -139,7 +151,7 @@ def nemo_teacher(key: Reader, draft: Draft) -> str:
     return draft.bind("distillation.teacher_gap", coef=1.0)
 
 
-def nemo_optimizer(key: Reader, draft: Draft) -> None:
+def nemo_optimizer(key: OptionReader, draft: Draft) -> None:
     """AdamW, and a warm-up where the schedule begins with one."""
     name, betas = key("policy.optimizer.name"), key(f"{ADAM}betas", [0.9, 0.999])
     if name.rpartition(".")[2] not in ("AdamW", "FusedAdam"):
@@ -157,7 +169,7 @@ def nemo_optimizer(key: Reader, draft: Draft) -> None:
         elif kind not in ("ConstantLR", ""):
             odd.append(kind)
     if odd:
-        draft.left("policy.scheduler", f"{odd}: constant after the warm-up")
+        draft.leave_out("policy.scheduler", f"{odd}: constant after the warm-up")
     if warm:
         draft.differs(
             "policy.scheduler",
@@ -167,7 +179,7 @@ def nemo_optimizer(key: Reader, draft: Draft) -> None:
     draft.bind("sections.PolicyUpdate", optimizer=optimizer, schedule=schedule, max_grad_norm=limit)
 
 
-def nemo_task(key: Reader, draft: Draft) -> None:
+def nemo_task(key: OptionReader, draft: Draft) -> None:
     """The task's file, and how many of the problems that it holds out are answered how often."""
     names = {"data.dataset_name", "data.train.dataset_name"}
     task, held_out = "task/rows.gin", 256

@@ -21,7 +21,7 @@ def read(path: Path) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"got {path}, which cannot be read ({error}), expected a configuration") from error
     try:
-        config = {".json": json.loads, ".py": literals}.get(path.suffix, yaml.safe_load)(text)
+        config = {".json": json.loads, ".py": python_literals}.get(path.suffix, yaml.safe_load)(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, yaml.YAMLError) as error:
         said = " ".join(str(error).split())[:200]
         raise ValueError(f"{path}: got {said}, expected JSON, YAML or Python literals") from error
@@ -30,7 +30,7 @@ def read(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def literals(text: str) -> Any:
+def python_literals(text: str) -> Any:
     """A dict literal, or the keywords of a call, alone or assigned to a name."""
     body = reversed(ast.parse(text).body)
     value = next((node.value for node in body if isinstance(node, ast.Expr | ast.Assign)), None)
@@ -39,7 +39,7 @@ def literals(text: str) -> Any:
     return ast.literal_eval(value)
 
 
-def inherited(path: Path, *, depth: int = 0) -> dict[str, Any]:
+def read_with_defaults(path: Path, *, depth: int = 0) -> dict[str, Any]:
     """A file with those of its `defaults` under it, paths relative to the file; `_override_: true` replaces a mapping.
 
     Raises ValueError for files that are laid over each other in a circle, and as `read` does.
@@ -53,31 +53,31 @@ def inherited(path: Path, *, depth: int = 0) -> dict[str, Any]:
         raise ValueError(f"{path}: got defaults {names!r}, expected the name of a file, or several")
     below: dict[str, Any] = {}
     for name in names:
-        below = laid_over(below, inherited(path.parent / name, depth=depth + 1))
-    return laid_over(below, own)
+        below = lay_over(below, read_with_defaults(path.parent / name, depth=depth + 1))
+    return lay_over(below, own)
 
 
-def laid_over(below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
+def lay_over(below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
     """The mapping `below`, if it is one, with the values of `above`, key by key."""
     merged = dict(below) if isinstance(below, Mapping) and above.get("_override_") is not True else {}
     for key, value in above.items():
         if key != "_override_":
-            merged[key] = laid_over(merged.get(key), value) if isinstance(value, Mapping) else value
+            merged[key] = lay_over(merged.get(key), value) if isinstance(value, Mapping) else value
     return merged
 
 
-def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_options(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of everything in nested mappings."""
     for key, value in config.items():
         if not isinstance(key, str):
             raise ValueError(f"got the key {key!r} in {prefix or 'the file'}, expected text")
         if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{key}.")
+            yield from flat_options(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
 
-def number(text: str) -> Any:
+def parse_number(text: str) -> Any:
     """A number written as text, else the text."""
     try:
         return float(text)
@@ -85,12 +85,12 @@ def number(text: str) -> Any:
         return text
 
 
-def interpolated(config: Mapping[str, Any]) -> dict[str, Any]:
+def fill_references(config: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves with ${a.b}, ${.b} and ${mul:x,y} replaced. Raises ValueError for one that leads nowhere, or round.
 
     ${.b} is `b` beside the key that it stands at; each further dot is one level up.
     """
-    values = dict(leaves(config))
+    values = dict(flat_options(config))
 
     def resolve(value: Any, key: str, depth: int) -> Any:
         if isinstance(value, list):
@@ -100,7 +100,7 @@ def interpolated(config: Mapping[str, Any]) -> dict[str, Any]:
         if depth > DEEPEST:
             raise ValueError(f"got {value!r}, which refers to itself, expected a value")
         if place[1].startswith("mul:"):
-            factors = [number(str(resolve(part.strip(), key, depth + 1))) for part in place[1][4:].split(",")]
+            factors = [parse_number(str(resolve(part.strip(), key, depth + 1))) for part in place[1][4:].split(",")]
             if not all(isinstance(factor, float) and isfinite(factor) for factor in factors):
                 raise ValueError(f"got {place[0]}, expected numbers to multiply")
             there = prod(int(factor) if factor.is_integer() else factor for factor in factors)

@@ -1,12 +1,23 @@
-"""A GRPOConfig of TRL as a gin file (tools/import_config, docs/migrating/from_trl.md): what trl.yaml cannot say."""
+"""A GRPOConfig of TRL as a gin file (docs/migrating/from_trl.md): what trl.yaml cannot say."""
 
 from collections.abc import Mapping
 from math import ceil
 from typing import Any, NamedTuple
 
-from importer import LOSS, UNBOUNDED, Draft, Reader, Text, bounded, clipped, correct, normalized, table
+from grpo_fn.import_config.draft import (
+    LOSS,
+    UNBOUNDED,
+    Draft,
+    OptionReader,
+    Text,
+    bind_correction,
+    bound_weight,
+    clip_loss,
+    normalize_advantage,
+    read_table,
+)
 
-TRL = table("trl.yaml")
+TRL = read_table("trl.yaml")
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
 TEACHERS = {  # options by which TRL's configurations of distillation differ from a GRPOConfig
     *("teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs", "use_teacher_server"),
@@ -21,7 +32,7 @@ def from_trl(config: Mapping[str, Any], world: int, rows: int | None) -> Draft:
             f"got {', '.join(taught)}, of a DistillationConfig, GKDConfig or IWOPDConfig, expected a GRPOConfig; "
             "algo/opd.gin and algo/iw_opd.gin with scale/teacher.gin learn from a teacher (docs/migrating/from_trl.md)"
         )
-    key, draft = Reader(config, TRL), Draft()
+    key, draft = OptionReader(config, TRL), Draft()
     key.carry(draft)
     batches = trl_batches(key, draft, world, rows)
     trl_loss(key, draft, batches, world)
@@ -55,7 +66,7 @@ class Batches(NamedTuple):
         return max(1, ceil((value * self.updates if value < 1 else value) / self.every))
 
 
-def trl_batches(key: Reader, draft: Draft, world: int, rows: int | None) -> Batches:
+def trl_batches(key: OptionReader, draft: Draft, world: int, rows: int | None) -> Batches:
     """Prompts, minibatches and steps.
 
     per_device_train_batch_size x world x gradient_accumulation_steps completions are one optimizer step;
@@ -107,7 +118,7 @@ def trl_batches(key: Reader, draft: Draft, world: int, rows: int | None) -> Batc
     return Batches(steps * parts * epochs, parts * epochs, sampled, update, at_once)
 
 
-def trl_loss(key: Reader, draft: Draft, batches: Batches, world: int) -> None:
+def trl_loss(key: OptionReader, draft: Draft, batches: Batches, world: int) -> None:
     """Token loss, weights and KL."""
     kind, sequence = key("loss_type"), key("importance_sampling_level") == "sequence"
     low, delta = key("epsilon"), key("delta")
@@ -123,7 +134,7 @@ def trl_loss(key: Reader, draft: Draft, batches: Batches, world: int) -> None:
     else:
         if delta is not None and 1 < delta < 1 + high:  # there it bounds good tokens alone, and the clip the bad ones
             high, delta = round(delta - 1, 12), round(1 + high, 12)
-        loss = clipped(draft, low, high, delta, "delta", sequence=sequence)
+        loss = clip_loss(draft, low, high, delta, "delta", sequence=sequence)
     draft.bind(LOSS, token_loss=loss)
     weights = draft.knobs[f"{LOSS}.loss_aggregation"]
     if weights == "@objective.constant_length_over_samples":
@@ -141,7 +152,7 @@ def trl_loss(key: Reader, draft: Draft, batches: Batches, world: int) -> None:
         )
 
 
-def trl_engine(key: Reader, draft: Draft) -> None:
+def trl_engine(key: OptionReader, draft: Draft) -> None:
     """vLLM in the processes or on a server, and what its samples are worth to the trainer."""
     mask = None if key("off_policy_mask_threshold") is None else "@corrections.off_policy_sequence_mask"
     if key("use_vllm") and key("vllm_mode") == "server":
@@ -150,10 +161,10 @@ def trl_engine(key: Reader, draft: Draft) -> None:
         draft.macros["SERVERS"] = [key("vllm_server_base_url", url)]
     elif key("use_vllm"):
         draft.bind("vllm_sampler.colocated_sampler", max_model_len=key("vllm_max_model_length"))
-    correct(draft, trl_weight(key, draft) if key("use_vllm") else None, mask)
+    bind_correction(draft, trl_weight(key, draft) if key("use_vllm") else None, mask)
 
 
-def trl_weight(key: Reader, draft: Draft) -> str | None:
+def trl_weight(key: OptionReader, draft: Draft) -> str | None:
     """The correction between vLLM and the trainer; VESPO's own row weight is to the sampler, and takes none beside it.
 
     A clip_max that is given as None is no bound. Raises ValueError, as TRL does, for a truncation without one.
@@ -171,16 +182,16 @@ def trl_weight(key: Reader, draft: Draft) -> str | None:
     if key("loss_type") == "vespo":
         return None
     kind = "truncated_weight" if kind == "truncate" else "masked_weight"
-    return bounded(draft, kind, low, high, f"{place}clip_max", sequence=unit == "sequence")
+    return bound_weight(draft, kind, low, high, f"{place}clip_max", sequence=unit == "sequence")
 
 
-def trl_advantage(key: Reader, draft: Draft, batches: Batches) -> None:
+def trl_advantage(key: OptionReader, draft: Draft, batches: Batches) -> None:
     """What rewards are divided by."""
     value = key("scale_rewards", "group")
     name = {True: "group", False: "none"}.get(value, value)
     if name not in ("group", "batch", "none"):
         raise ValueError(f"scale_rewards: got {value!r}, expected group, batch, none, true or false")
-    advantage = normalized(draft, 1e-4) if name == "group" else "@advantage.mean_centered"
+    advantage = normalize_advantage(draft, 1e-4) if name == "group" else "@advantage.mean_centered"
     credit = draft.bind("credit.outcome", advantage=advantage)
     if name == "batch":
         draft.bind("step.Algorithm", credit=draft.bind("credit.batch_scaled", credit=credit, eps=1e-4))
@@ -188,7 +199,7 @@ def trl_advantage(key: Reader, draft: Draft, batches: Batches) -> None:
             draft.differs("scale_rewards", "the std of each generation batch there, of the whole step here")
 
 
-def trl_optimizer(key: Reader, draft: Draft, updates: int) -> None:
+def trl_optimizer(key: OptionReader, draft: Draft, updates: int) -> None:
     """AdamW and its schedule over so many optimizer steps; a cosine's floor is a rate, or a share of the rate."""
     kind, floor, place = key("lr_scheduler_type"), 0.0, "lr_scheduler_kwargs.min_lr"
     if kind == "cosine_with_min_lr":
@@ -208,7 +219,7 @@ def trl_optimizer(key: Reader, draft: Draft, updates: int) -> None:
     draft.bind("sections.PolicyUpdate", max_grad_norm=key("max_grad_norm") or UNBOUNDED)  # 0 is no clipping there
 
 
-def trl_device(key: Reader, draft: Draft) -> None:
+def trl_device(key: OptionReader, draft: Draft) -> None:
     """Precision, sharding, adapters."""
     if key("fp16") and key("bf16", False):
         raise ValueError("got bf16 and fp16, expected one of them")
@@ -221,7 +232,7 @@ def trl_device(key: Reader, draft: Draft) -> None:
         raise ValueError(f"fsdp: got {odd}, expected some of {', '.join((*STRATEGIES, 'offload', 'auto_wrap'))}")
     if "hybrid_shard_zero2" in words:
         instead = "scale/hybrid_shard.gin with mesh.Parallelism.reshard_after_forward=False"
-        draft.left("fsdp", f"hybrid_shard_zero2: {instead}")
+        draft.leave_out("fsdp", f"hybrid_shard_zero2: {instead}")
     draft.includes += [f"scale/{name}.gin" for name in (*STRATEGIES, "offload") if name in words]
     if key("use_peft"):
         draft.includes.append("scale/lora.gin")
@@ -229,4 +240,4 @@ def trl_device(key: Reader, draft: Draft) -> None:
         if isinstance(targets, list):
             draft.bind("lora.LoRA", targets=[Text(name) for name in targets])
         elif targets is not None:
-            draft.left("lora_target_modules", f"{targets!r}: lora.LoRA.targets is a list of names")
+            draft.leave_out("lora_target_modules", f"{targets!r}: lora.LoRA.targets is a list of names")

@@ -1,4 +1,4 @@
-"""tools/import_config: what it writes can be launched, what it cannot carry is listed, and bad input is said."""
+"""`grpo_fn import`: what it writes can be launched, what it cannot carry is listed, and bad input is said."""
 
 import json
 import re
@@ -10,25 +10,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import config_file
-import import_config as tool
-import import_nemo_rl
-import import_trl
-import importer
 import pytest
 import yaml
 from e2e.running import TESTS
 from hypothesis import given
 from hypothesis import strategies as st
-from importer import Option
 
-from experiments.tiny import models
 from grpo_fn import run
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.config import freeze, load_config
+from grpo_fn.import_config import __main__ as tool
+from grpo_fn.import_config import draft, from_nemo_rl, from_trl, peer_file
+from grpo_fn.import_config.draft import Draft, Option
+from grpo_fn.shell.model import tiny
 from grpo_fn.trainer.validate import check_sampler_logp
 
-CONFIGS = TESTS / "tools" / "configs"
+CONFIGS = TESTS / "import_config" / "configs"
 SAMPLES = {"nemo_rl.yaml": [], "trl.yaml": ["--world", "2"], "trl.py": ["--world", "2", "--rows", "7473"]}
 
 
@@ -36,8 +33,8 @@ SAMPLES = {"nemo_rl.yaml": [], "trl.yaml": ["--world", "2"], "trl.py": ["--world
 def given_params(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A model and rows for the file that was written."""
     folder = tmp_path_factory.mktemp("import")
-    shape = models.Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=1024)
-    models.make_random(shape, folder / "model", seed=0, chat=False)
+    shape = tiny.Qwen2Sizes(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=1024)
+    tiny.make_random(shape, folder / "model", seed=0, chat=False)
     rows = [{"problem": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {"MODEL": folder / "model", "DATA": folder / "rows.jsonl", "rows.hold_out.test_size": 2}
@@ -71,7 +68,7 @@ def test_a_dry_run_of_a_translated_file_shows_its_rows_and_updates(
 
 # -- any configuration
 
-TABLES = {"trl": import_trl.TRL, "nemo_rl": import_nemo_rl.NEMO_RL}
+TABLES = {"trl": from_trl.TRL, "nemo_rl": from_nemo_rl.NEMO_RL}
 BASES = {"trl": {"max_steps": 40, "num_generations": 4}, "nemo_rl": {"grpo.max_num_steps": 7}}
 OWN = {  # where what a table says of an option is not enough
     **{"per_device_train_batch_size": [1, 2, 4, 8], "gradient_accumulation_steps": [1, 2, 4, 8]},
@@ -113,19 +110,19 @@ def configurations(peer: str, most: int, values: Any) -> st.SearchStrategy[dict[
     return found.map(lambda config: BASES[peer] | config)
 
 
-def carried(peer: str, config: dict[str, Any], rows: int | None = 7473) -> importer.Draft | str:
+def carried(peer: str, config: dict[str, Any], rows: int | None = 7473) -> Draft | str:
     """The draft, or what is said instead."""
     try:
-        return import_trl.from_trl(config, 2, rows) if peer == "trl" else import_nemo_rl.from_nemo_rl(config, None)
+        return from_trl.from_trl(config, 2, rows) if peer == "trl" else from_nemo_rl.from_nemo_rl(config, None)
     except ValueError as error:
         return str(error)
 
 
-def launched(draft: importer.Draft, folder: Path) -> tuple[Algorithm, Any]:
+def launched(made: Draft, folder: Path) -> tuple[Algorithm, Any]:
     """The algorithm and the steps of the file that is written; that it would be launched is checked."""
     path = folder / "made.gin"
-    path.write_text(draft.text("x"), encoding="utf-8")
-    macros = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in draft.macros]
+    path.write_text(made.text("x"), encoding="utf-8")
+    macros = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in made.macros]
     knobs = load_config([str(path)], macros).root.knobs
     algorithm = freeze(knobs["algorithm"], {})
     check_sampler_logp(algorithm, knobs["sampling"].knobs["max_staleness"])
@@ -170,7 +167,7 @@ def test_whatever_stands_there_is_carried_listed_or_refused(peer: str, data: st.
     comments = text.split("from __gin__ import dynamic_registration\n")[0].splitlines()
     assert all(line.startswith("# ") for line in comments)  # nothing of the original gets out of its comment
     for key in strange:
-        shown = importer.one_line(f"# unknown: {key}")
+        shown = draft.comment_text(f"# unknown: {key}")
         assert any(line.startswith(shown) for line in comments), (key, text)
 
 
@@ -187,7 +184,7 @@ ARITHMETIC = {  # a device, processes, accumulation, steps a generation, group: 
 def test_completions_become_prompts_and_minibatches(case: tuple[int | None, ...]) -> None:
     device, world, accumulate, rounds, group = case
     config = {"per_device_train_batch_size": device, "gradient_accumulation_steps": accumulate, "max_steps": 1}
-    made = import_trl.from_trl(config | {"steps_per_generation": rounds, "num_generations": group}, world, None)
+    made = from_trl.from_trl(config | {"steps_per_generation": rounds, "num_generations": group}, world, None)
     found = tuple(made.knobs[f"step.Algorithm.{name}"] for name in ("prompts", "minibatches"))
     assert found == ARITHMETIC[case]
 
@@ -195,7 +192,7 @@ def test_completions_become_prompts_and_minibatches(case: tuple[int | None, ...]
 # -- every rule
 
 IMPORTS = [
-    (peer, config_file.laid_over(first, (more or [{}])[0]), parts)
+    (peer, peer_file.lay_over(first, (more or [{}])[0]), parts)
     for peer, cases in yaml.safe_load((CONFIGS / "imports.yaml").read_text()).items()
     for first, *more, parts in cases
 ]
@@ -206,7 +203,7 @@ def test_an_option_is_carried_named_or_refused(
     peer: str, config: dict[str, Any], parts: list[str], tmp_path: Path
 ) -> None:
     made = carried(peer, BASES[peer] | config)
-    if isinstance(made, importer.Draft):
+    if isinstance(made, Draft):
         launched(made, tmp_path)
     text, plain = (x if isinstance(x, str) else x.text("x") for x in (made, carried(peer, BASES[peer])))
     text = f"error: {text}" if isinstance(made, str) else text
@@ -218,21 +215,21 @@ def test_every_option_of_trl_1_16_is_known() -> None:
     """The 79 fields that TRL's GRPOConfig itself declares, with their defaults."""
     fields = json.loads((CONFIGS / "trl_1_16.json").read_text())
     assert len(fields) == 79
-    made = import_trl.from_trl(BASES["trl"] | fields, 2, 7473)
-    assert not [key for kind, key, _ in made.notes if kind == importer.UNKNOWN]
+    made = from_trl.from_trl(BASES["trl"] | fields, 2, 7473)
+    assert not [key for kind, key, _ in made.notes if kind == draft.UNKNOWN]
 
 
 def test_every_key_of_nemo_rls_examples_is_known() -> None:
     """Every key of its grpo_math_1B, gdpo_math_1B and dapo examples."""
     keys = (CONFIGS / "nemo_rl_2026_08.txt").read_text().split()
     assert len(keys) > 350
-    rows = import_nemo_rl.NEMO_RL
+    rows = from_nemo_rl.NEMO_RL
     assert not [key for key in keys if key not in rows.options and rows.reason(key) is None]
 
 
 def test_epochs_of_nemo_rl_end_a_run_where_the_rows_are_known() -> None:
     config = {"grpo.max_num_steps": 1000000, "grpo.max_num_epochs": 2, "grpo.num_prompts_per_step": 32}
-    assert import_nemo_rl.from_nemo_rl(config, 100).macros["STEPS"] == 7
+    assert from_nemo_rl.from_nemo_rl(config, 100).macros["STEPS"] == 7
 
 
 def test_a_file_is_read_with_those_it_is_laid_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,10 +265,10 @@ def test_a_file_is_read_with_those_it_is_laid_over(tmp_path: Path, capsys: pytes
 
 def test_a_reference_may_be_relative() -> None:
     config = {"a": {"b": {"x": 1, "y": "${.x}", "z": "${..c}", "far": "${.y}"}, "c": "${mul:${.b.x}, 3}"}}
-    found = config_file.interpolated(config)
+    found = peer_file.fill_references(config)
     assert found == {"a.b.x": 1, "a.b.y": 1, "a.b.z": 3, "a.b.far": 1, "a.c": 3}
     with pytest.raises(ValueError, match=r"got \$\{\.no\} at a\.b, expected a key of the file"):
-        config_file.interpolated({"a": {"b": "${.no}"}})
+        peer_file.fill_references({"a": {"b": "${.no}"}})
 
 
 # -- bad files
@@ -316,7 +313,7 @@ def test_a_configuration_means_the_same_in_every_form_and_python_is_never_run(tm
     call = "a = GRPOConfig(" + ", ".join(f"{k}={v!r}" for k, v in config.items()) + ")"
     for name, text in (("a.json", json.dumps(config)), ("b.py", repr(config)), ("c.py", call)):
         (tmp_path / name).write_text(text)
-        assert config_file.read(tmp_path / name) == config
+        assert peer_file.read(tmp_path / name) == config
     (tmp_path / "d.py").write_text(f"GRPOConfig(seed=open({str(tmp_path / 'ran')!r}, 'w'))")
     assert tool.main([str(tmp_path / "d.py")]) == 2
     assert not (tmp_path / "ran").exists()
