@@ -58,11 +58,9 @@ def test_the_table_says_which_test_notices_which(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     (tmp_path / "tools").mkdir()
     shutil.copy(mutants.__file__, tmp_path / "tools")
-    argv = [sys.executable, "tools/mutants.py", "--all_killers", "--out", "table.md"]
+    argv = [sys.executable, "tools/mutants.py", "--out", "table.md"]
     subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True, timeout=300)
     page = (tmp_path / "table.md").read_text()
-    assert "5 of 5 mutants; 3 survived." in page
+    assert ": 3 unexecuted, 2 noticed." in page
     assert "| `grpo_fn/algo/toy.py:9` | `x > y` | `x >= y` | `algo/test_toy.py::test_above` |" in page
-    needed = page.partition("notice these:\n\n")[2]  # a test that fails anyway notices nothing
-    assert needed == "- `tests/algo/test_toy.py::test_above`\n"
     assert (tmp_path / "grpo_fn/algo/toy.py").read_text() == SOURCE
