@@ -5,11 +5,11 @@ from functools import partial
 import hypothesis.strategies as st
 import torch
 from hypothesis import given
-from strategies import masks
 
 from grpo_fn.algo import objective
 from grpo_fn.core.batch import count
 from grpo_fn.testing.aggregations import MASKS, masked_rows
+from grpo_fn.testing.strategies import masks
 
 
 def weights(f, mask, groups=1):

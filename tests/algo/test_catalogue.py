@@ -37,12 +37,6 @@ def test_every_public_function_of_a_module_has_a_signature_of_its_kinds(module):
     assert set(catalogue.public(module)) - found == HELPERS.get(module, set())
 
 
-@each_module
-def test_examples_are_of_knobs_that_there_are(module):
-    knobs = set().union(*(catalogue.signature(f)[1] for f in catalogue.public(module).values()))
-    assert set(catalogue.EXAMPLES.get(module, {})) <= knobs
-
-
 # -- the page of the catalogue
 
 PROJECT = Path(__file__).resolve().parents[2]

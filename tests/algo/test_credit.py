@@ -11,7 +11,6 @@ import torch
 from batches import GARBAGE
 from catalogue import bound, each
 from hypothesis import example, given, settings
-from strategies import masks, tensors
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -19,6 +18,7 @@ from grpo_fn.algo import advantage, corrections, credit
 from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Reward
 from grpo_fn.testing.steps import scored_step
+from grpo_fn.testing.strategies import masks, tensors
 
 ALL = {**bound(credit, "scored"), **bound(credit, "scored")}
 COSTLY = settings(max_examples=max(5, settings.default.max_examples // 4))  # of each function at each setting
@@ -143,25 +143,6 @@ def test_the_kl_of_a_sample_is_a_part_of_its_reward(step, beta):
         close(adv[p], torch.where(mask[p], expected[:, None], 0.0))
 
 
-@given(steps(), st.sampled_from([0.0, 0.3, -1.0]))
-def test_reward_to_go_as_a_scalar_loop(step, beta):
-    reward, drift, mask, _ = step
-    adv = run(partial(credit.reward_to_go, beta=beta), step)
-    for p, g, t in counted(step).nonzero().tolist():
-        to_come = sum(drift[p, g, s].item() for s in range(t, drift.shape[2]) if mask[p, g, s])
-        assert adv[p, g, t].item() == pytest.approx(reward.value[p, g].item() - beta * to_come)
-
-
-@given(steps(), st.floats(-2, 2), st.floats(-2, 2))
-def test_parts_are_compared_one_by_one_and_then_weighed(step, a, b):
-    reward, _, mask, _ = step
-    normalized = partial(advantage.group_normalized, eps=1e-4, ddof=1)
-    adv = run(partial(credit.per_part, advantage=normalized, weights={"correct": a, "boxed": b}), step)
-    for p in range(len(mask)):
-        one, two = (normalized(reward.parts[name][p], reward.valid[p]) for name in ("correct", "boxed"))
-        close(adv[p], torch.where(mask[p], (a * one + b * two)[:, None], 0.0))
-
-
 def test_parts_show_differences_that_their_sum_hides():
     """Two rewards of two samples, (0, 1) or (0, 2) in all: GDPO's example, arXiv:2601.05242, section 3.1."""
     normalized = partial(advantage.group_normalized, eps=0.0, ddof=1)
@@ -184,14 +165,6 @@ def test_weights_of_parts_that_there_are_not_are_refused(weights):
 def whitened(numbers: list[float], eps: float) -> list[float]:
     mean, std = statistics.fmean(numbers), statistics.pstdev(numbers)
     return [(x - mean) / (std + eps) for x in numbers]
-
-
-@given(steps(), st.sampled_from([1e-4, 1e-9]))
-def test_token_whitened_standardises_the_tokens_of_the_step(step, eps):
-    inner = partial(credit.reward_to_go, beta=0.3)
-    plain, adv = (run(f, step)[counted(step)] for f in (inner, partial(credit.token_whitened, credit=inner, eps=eps)))
-    if len(plain) and float(plain.std(correction=0)) > 1e-6:
-        close(adv, torch.tensor(whitened(plain.tolist(), eps), dtype=torch.float64))
 
 
 @given(steps(), st.sampled_from([1e-4, 1e-9]))

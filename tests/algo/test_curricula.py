@@ -237,14 +237,11 @@ def test_pass_rates_count_what_could_be_scored():
     ("make", "message"),
     [
         (partial(curricula.threshold_levels, threshold=1.5, decay=0.0, min_groups=1, review=0.0), "threshold: got 1.5"),
-        (partial(curricula.threshold_levels, threshold=1.0, decay=0.0, min_groups=0, review=0.0), "min_groups: got 0"),
         (partial(curricula.learnability_bandit, temperature=0.0, decay=0.0, floor=0.0), "temperature: got 0.0"),
-        (partial(curricula.learnability_bandit, temperature=1.0, decay=1.0, floor=0.0), "decay: got 1.0"),
         (
             partial(curricula.progress_bandit, temperature=1.0, decay=0.5, slow_decay=0.5, floor=0.0),
             "slow_decay: got 0.5",
         ),
-        (partial(pool_in_band, size=0, low=0.0, high=1.0, decay=0.0, min_asked=1), "got size 0"),
         (partial(pool_in_band, size=1, low=0.5, high=0.4, decay=0.0, min_asked=1), "expected 0 <= low <= high"),
     ],
 )
@@ -258,7 +255,6 @@ def test_bad_numbers_say_got_and_expected(make, message):
     [
         (torch.tensor([0, 3]), "got arm 3, expected 0 to 2"),
         (torch.tensor([0.0, 1.0]), "got torch.float32 of shape .2., expected torch.int64"),
-        (torch.tensor([0]), "got torch.int64 of shape .1., expected torch.int64 of shape .2."),
         ([0, 1], "got list, expected"),
     ],
 )
@@ -268,29 +264,21 @@ def test_arms_that_are_none_are_refused(chosen, message):
         choose_uids(curriculum, begin_curriculum(curriculum, 3, key(0)), key(1), 0, 0, 2)
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"select": lambda state, key, count: torch.randint(int(state["arms"]), (count,))},  # draws without the key
+        {"update": lambda state, arms, rates: {"arms": state["arms"].add_(int(len(arms) > 0))}},  # changes its state
+        {"update": lambda state, arms, rates: {"arms": state["arms"] * rates.mean()}},  # nan
+    ],
+)
+def test_a_curriculum_that_is_not_sound_is_caught_by_the_published_check(broken):
+    with pytest.raises((AssertionError, ValueError)):
+        testing.check_curriculum(replace(ALL["uniform"], **broken), arms=st.integers(2, 12))
+
+
 def test_a_state_of_another_shape_is_refused():
     curriculum = replace(ALL["uniform"], update=lambda state, arms, rates: {"arms": torch.zeros(2)})
     state = begin_curriculum(curriculum, 3, key(0))
     with pytest.raises(ValueError, match=r"curriculum.update: got arrays .*float32 .2.*expected .*int64 "):
         update_curriculum(curriculum, state, [0], torch.tensor([1.0]))
-
-
-# -- the check catches what it is there for
-
-
-def changes_its_state(state, arms, rates):
-    state["arms"].add_(0 if len(arms) == 0 else 1)
-    return state
-
-
-BROKEN = {
-    "draws": {"select": lambda state, key, count: torch.randint(int(state["arms"]), (count,))},
-    "changes": {"update": changes_its_state},
-    "nan": {"update": lambda state, arms, rates: {"arms": state["arms"] * rates.mean()}},
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_curriculum_that_is_not_sound_is_caught(name):
-    with pytest.raises((AssertionError, ValueError)):
-        testing.check_curriculum(replace(ALL["uniform"], **BROKEN[name]), arms=st.integers(2, 12))

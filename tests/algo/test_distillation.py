@@ -8,12 +8,12 @@ import torch
 from batches import GARBAGE
 from catalogue import bound, each
 from hypothesis import given
-from strategies import masks, tensors
 from torch import Tensor
 
 from grpo_fn.algo import advantage, credit, distillation
 from grpo_fn.core.batch import outcome_reward
 from grpo_fn.testing.steps import scored_step
+from grpo_fn.testing.strategies import masks, tensors
 
 ALL = {name: f for name, f in bound(distillation, "scored").items() if f.keywords["credit"] is None}
 numbers = st.integers(-64, 64).map(lambda n: n / 32)

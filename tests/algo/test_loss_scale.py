@@ -3,7 +3,6 @@
 from functools import partial, reduce
 
 import hypothesis.strategies as st
-import torch
 from hypothesis import given
 
 from grpo_fn.shell.policy import optimizer
@@ -16,14 +15,6 @@ powers = st.integers(0, 24).map((2.0).__pow__)
 def run(f, scale: float, steps: list[bool]) -> tuple[float, int]:
     """The state after so many steps, each finite or not."""
     return reduce(lambda state, finite: f(*state, finite), steps, (scale, 0))
-
-
-@given(powers, st.lists(st.booleans(), max_size=60), st.integers(1, 5))
-def test_the_dynamic_scale_stays_a_power_of_two_within_its_bounds(scale, steps, interval):
-    after, count = run(partial(dynamic, interval=interval), scale, steps)
-    assert LOW <= after <= HIGH
-    assert torch.frexp(torch.tensor(after))[0] == 0.5
-    assert 0 <= count < interval
 
 
 @given(powers, st.lists(st.booleans(), max_size=60), st.integers(1, 5))

@@ -4,11 +4,11 @@ import hypothesis.strategies as st
 import torch
 from catalogue import bound, each
 from hypothesis import given
-from strategies import masks, tensors
 from torch import Tensor
 
 from grpo_fn.algo import masking
 from grpo_fn.core.types import Rollout
+from grpo_fn.testing.strategies import masks, tensors
 
 ALL = bound(masking, "rollout", "adv")
 

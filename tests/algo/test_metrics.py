@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from strategies import finite_floats, masks, tensors
 from torch import Tensor
 
 from grpo_fn.algo import losses, metrics
 from grpo_fn.algo.metrics import Stat, merge, merge_all, stat
 from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Batch, Rollout, Scores
+from grpo_fn.testing.strategies import finite_floats, masks, tensors
 
 values = st.integers(0, 6).flatmap(lambda n: tensors(n, finite_floats(1e4)))
 

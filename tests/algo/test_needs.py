@@ -2,19 +2,18 @@
 
 import copy
 import pickle
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from fakes import WORDS, TablePolicy, TableSampler, problem
+from fakes import WORDS, TablePolicy, first_step
 from torch import Tensor
 
-from grpo_fn.algo import corrections, credit, distillation, losses, objective
+from grpo_fn.algo import credit, losses, objective
 from grpo_fn.algo.advantage import mean_centered
 from grpo_fn.algo.credit import ScoredStep
-from grpo_fn.algo.step import AT_THE_START, Algorithm, Experience, grpo_step
+from grpo_fn.algo.step import Algorithm, Experience
 from grpo_fn.core import prng
 from grpo_fn.core.batch import outcome_reward, rows_as_rollout
 from grpo_fn.core.partials import needs
@@ -48,23 +47,7 @@ def taught(groups: Groups, logp_old: Tensor) -> Tensor:
 def run(algo: Algorithm) -> tuple[TablePolicy, Experience, dict[str, float]]:
     """A step of a policy that keeps a reference, with a teacher."""
     policy = TablePolicy(TABLE, lr=0.5, reference_table=torch.zeros(WORDS))
-    return policy, *one_step(policy, algo, taught)
-
-
-def one_step(policy: TablePolicy, algo: Algorithm, teacher) -> tuple[Experience, dict[str, float]]:
-    experience, _, figures = grpo_step(
-        policy,
-        TableSampler(policy),
-        lambda first, count: [problem(i, "?") for i in range(first, first + count)],
-        AT_THE_START,
-        key=KEY,
-        algo=algo,
-        reward=lengths,
-        span=lambda name: nullcontext(),
-        teacher=teacher,
-        demonstrations=None,
-    )
-    return experience, figures
+    return policy, *first_step(policy, algo, key=KEY, reward=lengths, teacher=taught)
 
 
 def refused(algo: Algorithm, name: str) -> None:
@@ -72,7 +55,7 @@ def refused(algo: Algorithm, name: str) -> None:
     policy = TablePolicy(TABLE, lr=0.5, reference_table=torch.zeros(WORDS))
     message = rf'reads {name} and does not declare it.*your_function\.NEEDS = frozenset\({{"{name}"}}\)'
     with pytest.raises(ValueError, match=message):
-        one_step(policy, algo, None if name == "logp_teacher" else taught)
+        first_step(policy, algo, key=KEY, reward=lengths, teacher=None if name == "logp_teacher" else taught)
     assert "update" not in policy.log
 
 
@@ -204,18 +187,6 @@ def test_a_kl_of_coefficient_0_needs_no_reference():
     policy, _, figures = run(replace(PLAIN, objective=partial(POLICY, beta=0.1)))
     assert "reference" in policy.log
     assert "loss/kl" in figures
-
-
-def test_needs_are_those_of_all_functions_at_any_depth():
-    taught = partial(distillation.teacher_gap, credit=OUTCOME, share=None, coef=1.0)
-    assert needs(taught) == {"logp_teacher", "groups"}
-    weighed = partial(
-        POLICY, importance_correction=partial(corrections.truncated_weight, ratio=corrections.token_ratio, cap=2.0)
-    )
-    assert needs([taught, {"objective": weighed}, None, 3]) == {"logp_teacher", "groups", "trainer_logp"}
-    assert needs(partial(credit.token_baseline, credit=taught, energy_weight=None)) == {
-        *("energy", "logp_teacher", "groups"),
-    }
 
 
 # -- a token loss of a user's own and the figures of a step

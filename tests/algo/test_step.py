@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from batches import dealt
-from fakes import LIMIT, WORDS, TablePolicy, TableSampler, problem
+from fakes import WORDS, TablePolicy, TableSampler, problem
 from hypothesis import given, settings
 from torch import Tensor
 
@@ -346,19 +346,6 @@ def test_a_step_in_which_nothing_could_be_scored_changes_nothing_and_says_so():
     assert figures.keys() == (KEYS - gone) | {"reward/broken"}
 
 
-def test_a_row_that_could_not_be_scored_does_not_affect_the_others():
-    def sometimes(problem: Problem, completion: Completion) -> float | None:
-        return None if completion.length == LIMIT else likes_two(problem, completion)
-
-    policy, sampler = pair()
-    experience, _ = step(policy, sampler, algo(), parts=[sometimes])
-    _, rollout, reward = experience.groups
-    valid = reward.valid.flatten()
-    assert 0 < int(valid.sum()) < len(valid)
-    shown = rollout._replace(mask=rollout.mask & valid[:, None])
-    torch.testing.assert_close(policy.steps[0], by_hand(TABLE, shown, experience.adv))
-
-
 # -- steps without signal
 
 
@@ -643,9 +630,6 @@ def test_a_function_that_returns_something_else_is_refused_before_the_first_upda
     with pytest.raises(ValueError, match=rf"step\.Algorithm\.{knob}: {message}"):
         step(policy, sampler, algo(**{knob: function}))
     assert "update" not in policy.log
-
-
-# -- a stage that is not there, and the function that would change nothing in its place
 
 
 # -- terms beside the sampled rows

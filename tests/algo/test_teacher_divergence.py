@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo import losses, objective
-from grpo_fn.core.partials import needs
 from grpo_fn.core.types import Batch
 
 POLICY = partial(
@@ -67,9 +66,3 @@ def test_its_micro_batches_add_up(data, draw):
     parts = [learn(composed(0.7), logp[a:b], Batch(*(x[a:b] for x in batch)), totals(batch)) for a, b in pairwise(cuts)]
     torch.testing.assert_close(torch.cat([signal for signal, _ in parts]), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(sum(v for _, v in parts), value, rtol=1e-12, atol=1e-12)
-
-
-def test_the_divergence_declares_the_teacher_and_no_reference():
-    assert needs(composed(0.1)) == {"logp_teacher", "fresh_samples"}
-    assert needs(POLICY) == {"fresh_samples"}
-    assert needs(partial(composed(0.1), objective=partial(POLICY, beta=0.1))) >= {"logp_teacher", "logp_ref"}

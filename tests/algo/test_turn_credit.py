@@ -6,13 +6,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from strategies import masks, tensors
 from torch import Tensor
 
 from grpo_fn.algo import advantage, credit
 from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Reward
 from grpo_fn.testing.steps import scored_step
+from grpo_fn.testing.strategies import masks, tensors
 
 ADVANTAGES = {
     "mean_centered": advantage.mean_centered,

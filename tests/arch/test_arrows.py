@@ -10,8 +10,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).resolve().parents[2] / "grpo_fn"
 
 PURE = {"core", "verifier", "algo", "rewards", "environments", "tasks", "trainer.health", "trainer.evaluation"}
@@ -161,39 +159,3 @@ def test_every_arrow_is_allowed() -> None:
 
 def test_the_package_itself_imports_nothing() -> None:
     assert imported((PACKAGE / "__init__.py").read_text(), "grpo_fn") == []
-
-
-@pytest.mark.parametrize(
-    ("name", "source", "complaint"),
-    [
-        ("core.types", "from grpo_fn.algo.step import Algorithm", "core imports grpo_fn.algo.step.Algorithm"),
-        ("algo.losses", "def f():\n    import grpo_fn.shell.world", "algo imports grpo_fn.shell.world"),
-        ("tasks.task", "from ..train import train", "tasks imports grpo_fn.train.train"),
-        ("shell.model.hf", "import grpo_fn.shell.policy.mesh", "shell.model imports grpo_fn.shell.policy.mesh"),
-        ("trainer.loop", "import grpo_fn.lab.presets", "trainer imports grpo_fn.lab.presets"),
-        ("algo.losses", "from grpo_fn import testing", "algo imports grpo_fn.testing"),
-        ("algo.metrics", "import os.path", "algo is pure and imports os.path"),
-        ("core.types", "from torch import distributed", "core is pure and imports torch.distributed"),
-        ("core.json_lines", "import os", "core is pure and imports os"),
-        ("core.problem", "import torch", "it has to start without torch and imports torch"),
-        ("shell.world", "from gin import config", "imports gin.config, which only config.parse may"),
-        ("trainer.loop", "import hypothesis", "imports hypothesis, which only testing may"),
-    ],
-)
-def test_a_wrong_arrow_is_seen(name: str, source: str, complaint: str) -> None:
-    line = 1 + source.count("\n")
-    assert f"{name}:{line}: {complaint}" in wrong_arrows(name, source)
-    assert "no package of MAY_IMPORT" in wrong_arrows("shell.utils", "")[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        ("algo.step", "from grpo_fn.algo import metrics\nfrom grpo_fn.core.types import Batch\nimport functools"),
-        ("core.json_lines", "import json\nfrom pathlib import Path"),
-        ("config.parse", "import gin\nfrom gin import config_parser"),
-        ("algo.metrics", "import originals_of_os\nfrom torch import nn"),
-    ],
-)
-def test_a_right_arrow_is_not(name: str, source: str) -> None:
-    assert wrong_arrows(name, source) == []

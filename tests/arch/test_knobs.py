@@ -3,7 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
 from test_arrows import PACKAGE, PURE
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -48,17 +47,3 @@ def test_no_public_function_of_a_pure_package_has_a_default() -> None:
     assert len(files) > 10
     found = [m for path in files for m in defaults(str(path.relative_to(PACKAGE)), path.read_text())]
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    ("source", "complaint"),
-    [
-        ("def f(x, *, eps=1e-6): ...", "m.py:1: f: got eps=1e-06, which is a knob"),
-        ("def f(x, mask=None): ...", "m.py:1: f: got mask=None, which is data"),
-        ("class C:\n    def go(self, *, lr=1): ...", "m.py:2: C.go: got lr=1, which is a knob"),
-    ],
-)
-def test_a_default_is_seen(source: str, complaint: str) -> None:
-    (message,) = defaults("m.py", source)
-    assert message.startswith(complaint)
-    assert defaults("m.py", "def _f(x, *, eps=1): ...\nclass T(NamedTuple):\n    step: int = 0") == []

@@ -221,31 +221,6 @@ def test_a_number_only_goes_down(name: str) -> None:
         pytest.fail(complaint(name, limit, value), pytrace=False)
 
 
-def test_every_recorded_number_is_measured() -> None:
-    assert json.loads(RECORD.read_text()).keys() == RATCHETS.keys()
-
-
-@pytest.mark.parametrize(
-    ("values", "names", "status", "record"),
-    [
-        ({"functions": 2, "knobs": 6}, [], 1, {"functions": 3, "knobs": 5}),
-        ({"functions": 2, "knobs": 6}, ["knobs"], 0, {"functions": 2, "knobs": 6}),
-    ],
-)
-def test_only_a_number_that_is_named_is_raised(
-    values: dict[str, int],
-    names: list[str],
-    status: int,
-    record: dict[str, int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path = tmp_path / "ratchets.json"
-    path.write_text('{"functions": 3, "knobs": 5}')
-    assert write_record(values, names, path) == status
-    assert json.loads(path.read_text()) == record
-
-
 if __name__ == "__main__":
     if unknown := {*sys.argv[1:]} - RATCHETS.keys():
         sys.exit(f"error: got {', '.join(sorted(unknown))}, expected names of {', '.join(RATCHETS)}")

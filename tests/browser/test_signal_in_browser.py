@@ -1,14 +1,11 @@
 """The page of the learning signal as a person meets it: in a real browser, with eyes, keys and a pointer."""
 
-import math
 from collections.abc import Iterator
-from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from browser.chrome import Chrome
-from PIL import Image
 from signal_steps import EPISODES, HOSTILE, looked_at, step
 
 from grpo_fn.lab import token_page
@@ -176,38 +173,12 @@ def check_tip(tip: dict, row, i: int) -> None:
     assert tip["reward of sample"].startswith(f"{row.reward:.2f} (correct {row.parts['correct']:.2f}, boxed ")
 
 
-def test_the_pointer_shows_the_same(window: Chrome, shown: TokenReport) -> None:
-    for row, i in ((0, 0), (2, 3), (3, 1)):
-        selector = f".row:nth-child({row + 1}) .t[data-i='{i + 1}']"
-        window.run(f"document.querySelector(`{selector}`).scrollIntoView({{block: 'center'}})")
-        window.run("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        window.point(selector)
-        check_tip(window.run(TIP), shown.rows[row], i)
-    window.point("h1")
-    assert window.run(TIP) is None
-
-
 @pytest.mark.parametrize("dark", [False, True])
 def test_every_token_can_be_read_in_light_and_dark(chrome: Chrome, page: Path, dark: bool) -> None:
     chrome.open(page, dark=dark)
     ground = chrome.run("return getComputedStyle(document.body).backgroundColor")
     assert (int(ground.split("(")[1].split(",")[0]) < 60) == dark
     assert chrome.run(CONTRAST) >= 4.5
-
-
-@pytest.mark.parametrize("vision", ["none", "deuteranopia", "tritanopia"])
-def test_up_and_down_differ_for_any_colour_vision(chrome: Chrome, page: Path, vision: str) -> None:
-    """As Chromium draws the page for them: the ends of the legend differ, and both from its middle."""
-    chrome.open(page)
-    chrome.devtools("Emulation.setEmulatedVisionDeficiency", type=vision)
-    picture = Image.open(BytesIO(chrome.screenshot())).convert("RGB")
-    chrome.devtools("Emulation.setEmulatedVisionDeficiency", type="none")
-    places = chrome.run(
-        "return [...document.querySelectorAll('.scale .t')].map(x => x.getBoundingClientRect()).map("
-        "box => [Math.round(box.left) + 4, Math.round(box.top + box.height / 2)])"
-    )
-    up, none, down = (picture.getpixel(tuple(places[i])) for i in (0, 3, 6))
-    assert min(math.dist(up, none), math.dist(down, none), math.dist(up, down)) > 60
 
 
 @pytest.mark.parametrize(("dark", "width"), [(False, 390), (True, 1280)])
@@ -244,19 +215,3 @@ def test_the_pages_own_policy_stops_a_script_that_was_put_into_it(chrome: Chrome
     assert chrome.run("return window.owned === undefined")
     assert "Content Security Policy" in " ".join(entry["message"] for entry in chrome.logged("browser"))
     assert chrome.requested() == {spoilt.as_uri(): None, "http://x.invalid/a.png": "csp"}
-
-
-def test_markup_that_is_one_token_is_text_in_its_tooltip_too(
-    chrome: Chrome, shown: TokenReport, tmp_path: Path
-) -> None:
-    text = '<img src="http://x.invalid/a.png"><b>bold</b>'
-    row = shown.rows[1]
-    spelt = row._replace(tokens=[row.tokens[0]._replace(text=text), *row.tokens[1:]])
-    path = tmp_path / "page.html"
-    path.write_text(token_page.token_page(shown._replace(rows=[spelt]), title="t", note="s"))
-    chrome.open(path)
-    chrome.run("document.querySelector('#by-row').focus()")
-    chrome.press("Tab", "Home")
-    assert chrome.run(TIP)["what"] == text
-    assert chrome.run("return document.images.length") == 0
-    assert chrome.requested() == {path.as_uri(): None}

@@ -7,7 +7,6 @@ import pytest
 import torch
 from batches import batches, split
 from hypothesis import given
-from strategies import masks
 from torch import Tensor
 
 from grpo_fn.core.batch import (
@@ -20,6 +19,7 @@ from grpo_fn.core.batch import (
     tokens_of_group,
 )
 from grpo_fn.core.types import Batch, Rollout
+from grpo_fn.testing.strategies import masks
 
 budgets = st.tuples(st.one_of(st.integers(1, 8), st.integers(1, 30)), st.integers(1, 3))  # micro_tokens, devices
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_fn.core.batch import concat_rollouts, outcome_reward, pack_rollout, select_rows, unpack_rollout
 from grpo_fn.core.checksums import rollout_checksums
-from grpo_fn.core.problem import LIMITS, Problem, Turn, transcript
+from grpo_fn.core.problem import LIMITS, Problem, Turn
 from grpo_fn.core.types import Rollout
 from grpo_fn.rewards.combine import completions_of
 from grpo_fn.shell.logging.rollout_store import groups_from_rows, load_rows, store_rollouts
@@ -78,9 +78,3 @@ def test_an_answer_that_changes_changes_the_checksum(rollout: Rollout, data: st.
     changed = [list(row) for row in rollout.turns]
     changed[b][n] = changed[b][n]._replace(answer=changed[b][n].answer + "!")
     assert rollout_checksums(rollout._replace(turns=tuple(map(tuple, changed)))) != rollout_checksums(rollout)
-
-
-def test_a_transcript_quotes_observations() -> None:
-    said = (Turn("2+2?", 3, "4", 0.0, ""), Turn("four", 2, "", 1.0, ""))
-    assert transcript("four", said) == "2+2?\n> 4\nfour"
-    assert transcript("four", ()) == "four"

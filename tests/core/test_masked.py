@@ -8,10 +8,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from strategies import finite_floats, masks, tensors
 from torch.func import grad
 
 from grpo_fn.core import masked
+from grpo_fn.testing.strategies import finite_floats, masks, tensors
 
 STATISTICS = {
     "sum": masked.sum,

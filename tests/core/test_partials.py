@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.core.partials import check_divides, check_positive, function_and_knobs, unwrap_reward, uses_of
+from grpo_fn.core.partials import check_divides, function_and_knobs, unwrap_reward, uses_of
 
 
 def plain(x, *, by):
@@ -67,9 +67,3 @@ def test_minibatches_divide_the_prompts_or_the_nearest_numbers_that_do_are_named
     assert int(closest) in divisors
     assert abs(int(closest) - minibatches) == min(abs(m - minibatches) for m in divisors)
     return None
-
-
-def test_a_number_below_one_is_named():
-    check_positive(steps=1, prompts=3)
-    with pytest.raises(ValueError, match="prompts: got 0, expected at least 1"):
-        check_positive(steps=1, prompts=0)

@@ -15,23 +15,21 @@ import hypothesis.strategies as st
 import torch
 from catalogue import bound, each, functions, signature, token_losses, values_of
 from hypothesis import given, settings
-from strategies import masks, tensors
 from torch import Tensor
 from torch.func import grad
 from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo import advantage, credit, objective
 from grpo_fn.core.batch import outcome_reward
-from grpo_fn.core.types import Batch, Reward, Totals
-from grpo_fn.testing.aggregations import masked_rows
+from grpo_fn.core.types import Batch, Reward
 from grpo_fn.testing.steps import scored_step
+from grpo_fn.testing.strategies import masks, tensors
 
 U = 2.0**-24  # 6e-8
 APART = 2e-6  # nats: a log-ratio carries an error of a few U, which cannot distinguish such neighbours
 ADVANTAGES = bound(advantage, "reward", "valid")
 LOSSES = token_losses()
 KLS = bound(objective, "logp", "row")
-WEIGHTS = bound(objective, "batch", "totals")
 SOME = settings(max_examples=max(10, settings.default.max_examples // 8))
 
 
@@ -89,15 +87,6 @@ def test_a_loss_and_its_gradient_are_off_by_four_roundings_of_their_size(f, data
     neighbours = [value_and_slope(f, logp.double() + shift, exact) for shift in (-APART, 0.0, APART)]
     for got, expected in zip(value_and_slope(f, logp, row), zip(*neighbours, strict=True), strict=True):
         between(got, list(expected), 4 * U * size(logp, row))
-
-
-@each(WEIGHTS)
-@given(masks((4, 5)), st.integers(1, 2**20), st.integers(1, 2**20))
-def test_a_weight_is_off_by_two_roundings(f, mask, tokens, rows):
-    counts = [torch.tensor(float(n)) for n in (tokens, rows, rows + 1, rows)]
-    batch = masked_rows(mask, 2)
-    exact, got = f(batch, Totals(*(n.double() for n in counts))), f(batch, Totals(*counts))
-    assert ((got.double() - exact).abs() <= 2 * U * exact).all()
 
 
 # -- groups: advantages

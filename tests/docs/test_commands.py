@@ -204,7 +204,7 @@ def test_a_wrong_command_is_refused(text: str) -> None:
 
 def execute(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     """A line of a shell, with this Python and its `grpo_fn` first on the PATH; it has to end well."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))), "OMP_NUM_THREADS": "1"}
     env["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), env["PATH"]))
     command = f'grpo_fn() {{ python -m grpo_fn "$@"; }}; {text}'  # an environment may be older than the command
     done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
@@ -212,23 +212,18 @@ def execute(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.fixture(scope="module")
-def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a reader who has done all that the tutorial says."""
-    folder, text = tmp_path_factory.mktemp("tutorial"), (ROOT / "docs" / "tutorial.md").read_text()
-    (folder / "tools").symlink_to(ROOT / "tools")
+@pytest.mark.slow
+def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
+    """By a reader who has done all that it says."""
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
     for name, source in re.findall(r"this in `(\w+\.\w+)`\n\n```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        (folder / name).write_text(source)
+        (tmp_path / name).write_text(source)
     for each in commands(ROOT / "docs" / "tutorial.md"):
         if not each.text.startswith("tensorboard"):
-            execute(folder, each.text)
-    return folder
-
-
-@pytest.mark.slow
-def test_the_tutorial_runs_as_it_stands(tutorial: Path) -> None:
-    assert (tutorial / "runs" / "mine" / "model" / "config.json").exists()
-    assert (tutorial / "signal.html").read_text().startswith("<!DOCTYPE html>")
+            execute(tmp_path, each.text)
+    assert (tmp_path / "runs" / "mine" / "model" / "config.json").exists()
+    assert (tmp_path / "signal.html").read_text().startswith("<!DOCTYPE html>")
 
 
 FINISHED = [
@@ -243,10 +238,12 @@ FINISHED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", FINISHED, ids=range(len(FINISHED)))
-def test_what_looks_at_a_finished_run_does_so_as_a_page_says(text: str, tutorial: Path) -> None:
+def test_a_command_that_looks_at_a_finished_run_ends_well_as_a_page_has_it(
+    text: str, whole: Path, tmp_path: Path
+) -> None:
     assert text in {each.text for page in pages() for each in commands(page)}
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
     for name in ("RUN", "A", "B"):
-        if not (tutorial / name).exists():
-            shutil.copytree(tutorial / "runs" / "mine", tutorial / name)
-    (tutorial / "rows.jsonl").write_text('{"completion": "\\\\boxed{7}", "answer": "7"}\n')
-    execute(tutorial, re.sub(r"\bN\b", "2", text))
+        shutil.copytree(whole, tmp_path / name)
+    (tmp_path / "rows.jsonl").write_text('{"completion": "\\\\boxed{7}", "answer": "7"}\n')
+    execute(tmp_path, re.sub(r"\bN\b", "2", text))

@@ -65,15 +65,3 @@ def test_the_pages_are_what_the_code_gives(capsys: pytest.CaptureFixture[str]) -
     assert "| `train.train.seed` | `int` | `%SEED` | of everything random. |" in PAGE.read_text()
     listed = re.findall(r"^\| `([\w/]+\.gin)` \|", FILES.read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(str(path.relative_to(ROOT / "gin")) for path in (ROOT / "gin").rglob("*.gin"))
-
-
-def test_a_page_that_is_old_is_named_and_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("by hand\n<!-- gin files: eval -->\nold\n<!-- end -->\n")
-    assert page_tables.main([str(page), "--check"]) == 1
-    assert f"run python tools/tables {page}" in capsys.readouterr().out
-    assert page_tables.main([str(page)]) == 0
-    (table,) = re.findall(r"^<!-- gin files: eval -->.*?<!-- end -->$", FILES.read_text(), re.MULTILINE | re.DOTALL)
-    assert page.read_text() == f"by hand\n{table}\n"
-    assert page_tables.main([str(tmp_path / "none.md")]) == 2
-    assert "expected pages with a place for a table" in capsys.readouterr().err

@@ -74,16 +74,6 @@ def refused(
     assert not (folder / "run").exists(), "a run folder was left behind"
 
 
-def test_the_same_input_without_a_fault_runs(model: Path, data: Path, tmp_path: Path) -> None:
-    assert finish(gsm8k(model, data, tmp_path / "run"), tmp_path / "out") == 0, (tmp_path / "out").read_text()
-
-
-def test_a_model_folder_that_is_not_there(model: Path, data: Path, tmp_path: Path) -> None:
-    shutil.rmtree(model)
-    said = ["got model", "which does not exist", "expected a Hugging Face model folder"]
-    refused(gsm8k(model, data, tmp_path / "run"), tmp_path, *said)
-
-
 def test_a_prompt_too_long_for_the_model_is_found_wherever_it_is(model: Path, data: Path, tmp_path: Path) -> None:
     write_rows(data / "train.jsonl", [*ROWS, {"question": "So? " * 99, "answer": "#### 1"}])
     argv = gsm8k(model, data, tmp_path / "run", STEPS=9)

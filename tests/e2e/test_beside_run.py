@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from e2e.faults import ASK, Doom, after, job
+from e2e.faults import ASK, Doom, job
 from e2e.running import AtFileEvent, AtPhase, after_step, board, command, finish, metrics, outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,15 +87,6 @@ class Held:
         async_eval.run_evaluation, async_eval.record_if_done = asked, looked
         if self.then is not None:
             self.then()
-
-
-def raising() -> None:
-    """Doom: the second evaluation raises."""
-    after(2, async_eval, "run_evaluation", gone)
-
-
-def gone(*args: Any) -> None:
-    raise ConnectionError("the engine is gone")
 
 
 def interrupted(cache: Path, folder: Path, dooms: Sequence[Harm], **changes: Any) -> tuple[Path, list[int]]:
@@ -209,20 +200,6 @@ def test_killed_at_any_moment(
 
 
 # -- an evaluation that fails
-
-
-@pytest.mark.slow
-def test_an_error_of_an_evaluation_ends_the_run_and_the_same_command_resumes(
-    cache: Path, midst: dict[str, Any], tmp_path: Path
-) -> None:
-    argv = arguments(cache, tmp_path / "run")
-    assert finish(argv, tmp_path / "out", raising) == 1
-    said = (tmp_path / "out").read_text()
-    assert "ConnectionError: the engine is gone" in said
-    assert "in the evaluation of step 2, beside the training" in said
-    assert "at step 3, phase evaluate" in said or "at step 4, phase evaluate" in said
-    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    assert comparable(tmp_path / "run") == midst
 
 
 @pytest.mark.slow

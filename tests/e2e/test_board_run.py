@@ -1,10 +1,7 @@
 """What TensorBoard's own readers find in the events of real runs: charts for every metric, and none without one."""
 
-import gzip
-import json
 import re
 import signal
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,9 +9,8 @@ from e2e.running import command, finish, metrics, signal_after_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as BoardView
 from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.hparams import metadata
 
-from grpo_fn.shell.logging.metrics_writer import LAYOUT, MEASURES, read_hparams
+from grpo_fn.shell.logging.metrics_writer import LAYOUT
 
 # Charts of what this run does not measure: no reference, no compiler, no dynamic sampling, problems of one kind.
 ELSEWHERE = {
@@ -38,27 +34,12 @@ def rich(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rich")
     more = {"sections__Evaluation__samples": 2, "sections__Evaluation__ks": "(1, 2)"}
     more["sections__Evaluation__graders"] = "[@rewards.named, @rewards.digits]"
-    more["sections__Logging__profile_steps"] = "(4, 6)"
     more["sections__Logging__start_kl_every"] = 2
     argv = command(cache, folder / "run", **more)
     assert finish(argv, folder / "out", signal_after_step(5, signal.SIGKILL)) == -9
     assert finish(argv, folder / "out") == 0, (folder / "out").read_text()
     assert "resumed after step " in (folder / "out").read_text()
     return folder / "run"
-
-
-def ranges(run_dir: Path, step: int) -> dict[str, list[tuple[float, float]]]:
-    """When the ranges in a step's trace began and ended, by name, in microseconds."""
-    trace = json.loads(gzip.decompress((run_dir / "tensorboard" / f"rank0.{step}.pt.trace.json.gz").read_bytes()))
-    found: dict[str, list[tuple[float, float]]] = {}
-    for event in trace["traceEvents"]:
-        if event.get("cat") == "user_annotation":
-            found.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
-    return found
-
-
-def within(one: tuple[float, float], others: list[tuple[float, float]]) -> bool:
-    return any(start <= one[0] and one[1] <= end for start, end in others)
 
 
 def board(run_dir: Path) -> EventAccumulator:
@@ -104,31 +85,3 @@ def test_a_resumed_run_has_nothing_twice(rich: Path) -> None:
     for tag in ("advantage/distribution", "generation/length", "loss/ratio"):
         assert [event.step for event in events.Tensors(tag)] == [1, 2, 3, 4, 5, 6]
     assert [event.step for event in events.Tensors("samples/text_summary")] == [2, 4, 6]
-
-
-def test_the_tab_hparams_has_the_run_its_knobs_and_its_end(rich: Path) -> None:
-    content = pages(rich).PluginTagToContent("hparams")
-    started = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
-    knobs = {name: value.string_value or value.number_value for name, value in started.hparams.items()}
-    assert knobs == {name: value or 0.0 for name, value in read_hparams(rich).items()}
-    assert knobs["train.train.steps"] == 6
-    assert metadata.SESSION_END_INFO_TAG in content
-    assert {*MEASURES} <= {*board(rich).Tags()["scalars"]}
-
-
-PHASES = ("generate", "score", "train", "sync", "evaluate", "log", "checkpoint")
-
-
-def test_the_traces_are_of_the_chosen_steps_with_their_phases_one_after_the_other(rich: Path) -> None:
-    assert len([*(rich / "tensorboard").glob("*.pt.trace.json.gz")]) == 2
-    for step in (4, 6):
-        found, row = ranges(rich, step), metrics(rich)[step]
-        (whole,) = found[f"ProfilerStep#{step}"]
-        times = sorted(one for phase in PHASES for one in found[phase])
-        assert all(within(one, [whole]) for one in times)
-        assert all(one[1] <= next_one[0] for one, next_one in pairwise(times))
-        for inner in ("forward", "backward"):
-            assert all(within(one, found["train"]) for one in found[inner])
-        for phase in ("generate", "train"):  # which the clock measured, too
-            seconds = sum(end - start for start, end in found[phase]) * 1e-6
-            assert seconds == pytest.approx(row[f"time/{phase}"], rel=0.05, abs=0.01)

@@ -1,7 +1,5 @@
 """Runs whose problems follow pass rates: killed anywhere, on any number of ranks and taken again, they ask the same."""
 
-import json
-import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,16 +12,9 @@ from e2e.running import SMALL, AtPhase, command, finish, metrics, outcome, refus
 from e2e.test_ranks import same_run
 
 from grpo_fn import replay
-from grpo_fn.core.json_lines import digests_by_step
-from grpo_fn.shell.logging import rollout_store
 
 KILL = signal.SIGKILL
 FILE = str(SMALL.parent / "curriculum.gin")
-LEVELS: dict[str, Any] = {
-    "sections__Data__task": "@mixture.arms",
-    "train__train__curriculum": "@curricula.learnability_bandit()",
-    "step__Algorithm__group_sampling": None,
-}
 
 
 def arguments(cache: Path, run: Path | None, *flags: str, **changes: Any) -> list[str]:
@@ -43,16 +34,6 @@ def ended(cache: Path, folder: Path, dooms: Sequence[AtPhase] = (), **changes: A
 @pytest.fixture(scope="module")
 def pool(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ended(cache, tmp_path_factory.mktemp("pool"))
-
-
-@pytest.fixture(scope="module")
-def levels(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ended(cache, tmp_path_factory.mktemp("levels"), **LEVELS)
-
-
-def uids_asked(run: Path, step: int) -> list[int]:
-    rows = rollout_store.load_rows(run / "rollouts" / f"step_{step:06d}.jsonl.gz")
-    return [*dict.fromkeys(row["uid"] for row in rows)]
 
 
 def test_problems_leave_the_pool_and_others_come_and_metrics_say_so(pool: Path) -> None:
@@ -80,30 +61,6 @@ def test_a_replayed_step_begins_with_the_state_before_it(
     before = torch.load(pool / "checkpoints" / "step_4" / "carried.pt", weights_only=True)["curriculum"]
     assert newest["turns"].sum() > before["turns"].sum() > 0
     assert not torch.equal(newest["arrays"]["asked"], before["arrays"]["asked"])
-
-
-def test_a_state_that_is_not_the_recorded_one_is_named(
-    pool: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, recorded = tmp_path / "run", digests_by_step(pool)
-    assert len({line["curriculum"] for line in recorded.values()}) == 6
-    shutil.copytree(pool, run)
-    lines = [line | ({"curriculum": "0" * 16} if at == 4 else {}) for at, line in recorded.items()]
-    (run / "digests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    capsys.readouterr()
-    assert replay.main([str(run), "--step", "5"]) == 1
-    said = capsys.readouterr().out
-    here = recorded[4]["curriculum"]
-    assert f"first difference: step 4, curriculum: {'0' * 16} recorded, {here} in the checkpoint" in said
-
-
-@pytest.mark.slow
-def test_levels_are_asked_in_shares_and_a_step_of_them_is_replayed(levels: Path) -> None:
-    seen = [uid for step in range(1, 7) for uid in uids_asked(levels, step)]
-    assert len({*seen}) == len(seen) == 24  # no problem comes twice
-    for row in metrics(levels)[1:]:
-        assert sum(row[f"curriculum/share/{name}"] for name in ("one", "two", "three")) == pytest.approx(1)
-    assert replay.main([str(levels), "--step", "5"]) == 0
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ import gzip
 import json
 import signal
 import subprocess
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +14,7 @@ from e2e.running import SMALL, TESTS, AtPhase, Forked, command, finish, metrics,
 from e2e.test_ahead_run import ended
 from e2e.test_ranks import same_run
 
-from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.replay import main as replay
-from grpo_fn.shell.reward_workers.reward_pool import EarlyRewards
 
 EPISODES = ("--gin_file", str(TESTS / "e2e" / "episodes.gin"))
 
@@ -104,28 +100,6 @@ def test_a_batch_of_episodes_that_is_sampled_ahead_goes_through_a_checkpoint(cac
     assert max(len(row["turns"]) for row in rows(whole, 4)) > 1
     broken = ended(cache, tmp_path / "broken", *EPISODES, doom=AtPhase("train", 4, signal.SIGKILL))
     assert outcome(broken) == outcome(whole)
-
-
-def with_early_rewards(note: Path | None) -> None:
-    """Doom that harms nothing: a dot in the file for each row that is begun before its step asks; None: no row is."""
-    begin = EarlyRewards.on_completions
-
-    def watched(early: EarlyRewards, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
-        if note is not None:
-            with note.open("a") as file:
-                file.write("." * len(problems))
-            begin(early, problems, completions)
-
-    EarlyRewards.on_completions = watched
-
-
-@pytest.mark.slow
-def test_rewards_that_come_early_are_those_that_come_late(cache: Path, tmp_path: Path) -> None:
-    for name, note in {"early": tmp_path / "rows", "late": None}.items():
-        argv = command(cache, tmp_path / name, *EPISODES)
-        assert finish(argv, tmp_path / "out", partial(with_early_rewards, note)) == 0, (tmp_path / "out").read_text()
-    assert (tmp_path / "rows").stat().st_size > 4 * 16 / 2  # of four steps
-    assert outcome(tmp_path / "early") == outcome(tmp_path / "late")
 
 
 # -- killed

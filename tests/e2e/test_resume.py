@@ -45,14 +45,6 @@ def interrupted(cache: Path, folder: Path, dooms: Sequence[Planned], **changes: 
     return folder / "run", codes
 
 
-@pytest.mark.slow
-def test_killed_in_every_phase_one_after_the_other(cache: Path, whole: Path, tmp_path: Path) -> None:
-    dooms = [at_phase(phase, n) for phase, n in zip(PHASES, (1, 2, 2, 4, 5, 1), strict=True)]
-    run, codes = interrupted(cache, tmp_path, dooms)
-    assert codes == [-KILL] * len(PHASES) + [0]
-    assert outcome(run) == outcome(whole)
-
-
 DOOMS = st.one_of(
     st.builds(at_file, st.integers(1, 250)),
     st.builds(partial(at_file, within="checkpoints"), st.integers(1, 60)),

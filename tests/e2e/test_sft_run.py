@@ -101,16 +101,3 @@ def test_grpo_begins_with_its_model_and_mixes_its_demonstrations_in(data: Path, 
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "calm")
     rows = metrics(tmp_path / "calm")[1:]
     assert all(row["sft/tokens"] > 4 and row["loss/ratio_mean"] == pytest.approx(1, abs=1e-3) for row in rows)
-
-
-# -- what is refused
-
-
-def test_bad_data_is_refused_with_its_row_before_a_run_folder_is_made(cache: Path, data: Path, tmp_path: Path) -> None:
-    """Every fault of a row: tests/tasks. Of 80 rows and this one, ten steps draw every one."""
-    line = json.dumps({"prompt": "1+1", "completion": "\\boxed{2} " * 60})
-    (path := tmp_path / "bad.jsonl").write_text("\n".join([*data.read_text().splitlines(), line]))
-    argv = supervised(cache, tmp_path / "run", path, "--gin_param", "STEPS=10")
-    assert finish(argv, tmp_path / "out") == 2
-    assert "expected at most 128, as many as the model" in (tmp_path / "out").read_text()
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()

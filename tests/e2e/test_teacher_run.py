@@ -37,18 +37,6 @@ def test_the_policy_comes_nearer_to_its_teacher(cache: Path, teacher: str, tmp_p
     assert replaying.main([str(tmp_path / "run"), "--step", "3"]) == 0
 
 
-@pytest.mark.slow
-def test_a_teacher_may_be_measured_only(cache: Path, teacher: str, whole: Path, tmp_path: Path) -> None:
-    """A run that only asks its teacher is the run that has none, but for the figures about it."""
-    flags = ["--gin_file", "scale/teacher.gin", "--gin_param", f"TEACHER={teacher!r}"]
-    assert finish(command(cache, tmp_path / "watched", *flags), tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    alone, watched = outcome(whole), outcome(tmp_path / "watched")
-    rows = [{k: v for k, v in row.items() if not k.startswith("teacher/")} for row in watched.pop("metrics")]
-    assert rows == alone.pop("metrics")
-    assert watched == alone
-    assert "teacher/reverse_kl" in metrics(tmp_path / "watched")[-1]
-
-
 REFERENCE = """
 from __gin__ import dynamic_registration
 from grpo_fn.algo import objective
@@ -100,18 +88,6 @@ def test_a_policy_that_teaches_itself_goes_on_from_its_average(cache: Path, alon
     weights = store.read_tensors(newest, WEIGHTS)
     assert averages.keys() <= weights.keys()
     assert any(not torch.equal(x, weights[name]) for name, x in averages.items())
-
-
-def test_a_prompt_that_is_too_long_for_its_teacher_is_refused_before_a_run_folder_is_made(
-    cache: Path, tmp_path: Path
-) -> None:
-    long = repr("{prompt} " + "so " * 60 + "{privileged}")
-    changes = {"privileged.with_right_sibling.template": long}
-    argv = command(cache, tmp_path / "run", *SELF, **changes)
-    assert finish(argv, tmp_path / "out") == 2
-    said = (tmp_path / "out").read_text()
-    assert "sections.Teacher.prompt: got up to" in said
-    assert "expected at most the 128 positions that it reads" in said
 
 
 def test_a_run_learns_from_a_teacher_on_a_server_and_at_temperature_1_alone(

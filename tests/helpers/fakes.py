@@ -1,6 +1,7 @@
 """Small stand-ins: causal language models of three kinds, a tokenizer, and a policy and sampler that are one table."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache, partial
 
 import torch
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 from experiments.tiny.models import train_tokenizer
+from grpo_fn.algo.step import AT_THE_START, Algorithm, Experience, grpo_step
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.sampling import categorical
@@ -188,3 +190,16 @@ class TableSampler:
         logp = torch.where(mask, self.table.log_softmax(-1)[tokens], torch.nan)
         text = tuple(" ".join(map(str, row[keep].tolist())) for row, keep in zip(tokens, mask, strict=True))
         return Rollout(tokens, mask, logp, ended[:, -1] == 0, text)
+
+
+def first_step(
+    policy: TablePolicy, algo: Algorithm, *, key: Tensor, reward: Callable, teacher: Callable | None = None
+) -> tuple[Experience, dict[str, float]]:
+    """What a policy learned from in its first step, and the figures of that."""
+
+    def stream(first: int, count: int) -> list[Problem]:
+        return [problem(i, "?") for i in range(first, first + count)]
+
+    run = {"reward": reward, "span": lambda name: nullcontext(), "teacher": teacher, "demonstrations": None}
+    experience, _, figures = grpo_step(policy, TableSampler(policy), stream, AT_THE_START, key=key, algo=algo, **run)
+    return experience, figures

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import hypothesis.strategies as st
 import torch
 from batches import dealt
-from strategies import tensors
 from torch import Tensor
 
 from grpo_fn.algo import step as algorithm
@@ -22,6 +21,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import outcome_reward, select_groups
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Carry, Groups, Pullback, Rollout, Scores
+from grpo_fn.testing.strategies import tensors
 
 PRESETS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "gin" / "algo").glob("*.gin"))
 KEY = prng.key(11, device="cpu")

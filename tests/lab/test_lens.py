@@ -1,6 +1,5 @@
 """The lens shows what each algorithm would have made of a step, as a user points it at a run."""
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -8,9 +7,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from batches import dealt
-from fakes import WORDS, TablePolicy, TableSampler, problem, table_scores
+from fakes import WORDS, TablePolicy, first_step, table_scores
 from hypothesis import given
-from strategies import tensors
 from test_html_page import Reader
 from test_token_page import Reader as TokenReader
 from torch.func import grad
@@ -18,12 +16,13 @@ from torch.func import grad
 from grpo_fn.algo import credit, losses, objective
 from grpo_fn.algo import masking as filters
 from grpo_fn.algo.advantage import group_normalized, mean_centered
-from grpo_fn.algo.step import AT_THE_START, Algorithm, grpo_step
+from grpo_fn.algo.step import Algorithm
 from grpo_fn.core import prng
 from grpo_fn.core.types import Gains, Scores
 from grpo_fn.lab import lens, presets
 from grpo_fn.rewards.combine import combine, score_serially
 from grpo_fn.shell.logging import rollout_store
+from grpo_fn.testing.strategies import tensors
 
 UNMOVED = Gains(kl=1.0, entropy=1.0)
 TABLE = torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4, 0.2])
@@ -64,19 +63,8 @@ def step_of(algo: Algorithm):
     """A policy, and what it learned from in a step of `algo`."""
     cut = partial(dealt, micro_tokens=10**6, devices=1)
     policy = TablePolicy(TABLE, lr=0.5, reference_table=torch.zeros(WORDS), cut=cut)
-    experience, _, _ = grpo_step(
-        policy,
-        TableSampler(policy),
-        lambda first, count: [problem(i, "?") for i in range(first, first + count)],
-        AT_THE_START,
-        key=KEY,
-        algo=algo,
-        reward=partial(combine, parts=[likes_two], weights=[1.0], score=score_serially),
-        span=lambda name: nullcontext(),
-        teacher=None,
-        demonstrations=None,
-    )
-    return policy, experience
+    reward = partial(combine, parts=[likes_two], weights=[1.0], score=score_serially)
+    return policy, first_step(policy, algo, key=KEY, reward=reward)[0]
 
 
 def view(algo: Algorithm, experience) -> presets.View:

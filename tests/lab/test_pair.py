@@ -54,13 +54,6 @@ SLOW = "optimizer.adamw.lr = 1e-4"
         ("train.train.steps = 3", [], "arm b, seed 0: got train.train.steps = 3, expected 2 as in a"),
         ("models.TinyModel.hidden = 64", [], "got models.TinyModel.hidden = 64, expected 32 as in a"),
         ("train.train.seed = 0", [], "arm b, seed 2: got train.train.seed = 0, expected 2 as in a"),
-        (
-            "sections.Sampling.token_sampler = @sampling.gumbel_max",
-            [],
-            "got sampling.token_sampler = @grpo_fn.core.sampling.gumbel_max, expected "
-            "@grpo_fn.core.sampling.categorical",
-        ),
-        ("step.Algorithm.prompts = 3", [], "got algorithm.prompts = 3, expected 4 as in a"),
         ("optimizer.adamw.rate = 1", [], "arm b, seed 0: "),
         (SLOW, ["--seeds", "0", "0"], "--seeds: got 0 0, expected whole numbers from 0, each once"),
         (SLOW, ["--seed_knob", "models.TinyModel.seed"], "with which seeds 0 and 1 are both"),
@@ -142,16 +135,6 @@ def test_a_metric_that_no_pair_has_and_a_folder_without_pairs_are_named(out, cap
     assert "got 2 finished runs of 6, none of which is the partner of one of a" in capsys.readouterr().err
     assert tool.main(["--report", "--out", str(out / "trials")]) == 2
     assert "pair.json" in capsys.readouterr().err
-
-
-def test_a_folder_of_an_older_version_is_one_line_that_says_what_to_do(out, capsys) -> None:
-    spec = json.loads((out / tool.SPEC).read_text())
-    (out / tool.SPEC).write_text(json.dumps({**spec, "start": None, "starts": {}}))
-    assert tool.main(["--report", "--out", str(out)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(out / tool.SPEC) in line
-    assert "'start'" in line
-    assert "take another --out" in line
 
 
 def test_the_steps_of_a_table_are_few_and_have_both_ends() -> None:

@@ -9,7 +9,6 @@ import pytest
 from e2e.running import metrics
 from test_html_page import Reader
 
-from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.problem import Turn
 from grpo_fn.lab import report as tool
 from grpo_fn.shell.logging import rollout_store
@@ -108,23 +107,6 @@ def test_hostile_samples_are_text_and_nothing_is_fetched(
     assert "script" not in page.tags
     assert "more characters" in page.text
     assert "\x1b" not in page.text
-
-
-@pytest.mark.parametrize("code", ["\x00", "\x1b", "\x9b", "\u202e"])
-def test_no_control_character_of_a_sample_a_warning_or_a_name_is_on_the_page(
-    whole: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
-) -> None:
-    """Such as reverse the direction of what follows, or move the cursor where the page is printed."""
-    text = f"before{code}after"
-    rows = [{"prompt": text, "text": text, "answer": text, "reward": 1.0, "advantage": 0.5}]
-    monkeypatch.setattr(rollout_store, "load_rows", lambda path: rows)
-    with open(other / "log.txt", "a", encoding="utf-8") as log:
-        log.write(f"2026-01-31 12:00:00 health, invalid_high: {text}\n")
-    renamed = other.rename(tmp_path / f"run{code}name") if code != "\x00" else other
-    whole_page = report([renamed], tmp_path)
-    assert code not in (tmp_path / "out" / "page.html").read_text(encoding="utf-8")
-    shown = [f"before{mark}after" for mark in (escape_control(code), "\ufffd")]
-    assert sum(whole_page.text.count(text) for text in shown) >= 4
 
 
 def test_samples_are_those_with_the_largest_and_smallest_advantages(whole: Path, tmp_path: Path) -> None:

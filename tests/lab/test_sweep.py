@@ -86,12 +86,9 @@ def test_draws_stay_within_their_bounds(low, times, seed) -> None:
     [
         ([], "got neither --grid nor --random"),
         (["--grid", "SEED"], "got 'SEED', expected NAME=..."),
-        (["--grid", "SEED=1,,2"], "got an empty value of SEED"),
         (["--grid", "SEED=1", "--random", "SEED=integer(0,5)"], "expected each name once in --grid and --random"),
         (["--grid", "SEED=0,1", "--trials", "3"], "--trials: got 3 without --random"),
-        (["--random", "SEED=integer(0,5)", "--trials", "0"], "--trials: got 0, expected above 0"),
         (["--random", "SEED=normal(0,1)"], "--random: got 'normal(0,1)', expected uniform"),
-        (["--random", "SEED=loguniform(0,1)"], "--random: got 'loguniform(0,1)'"),
         (["--grid", "SEED=1", "--grid", "optimizer.adamw.learning=1"], "expected one of"),
     ],
 )

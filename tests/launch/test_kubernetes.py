@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from launch.hosts import Host
-from launch.launching import LAUNCH, Started, environment, flags, program, run, steps, trace
+from launch.launching import LAUNCH, Started, environment, flags, program, steps, trace
 
 TEXT = (LAUNCH / "kubernetes.yaml").read_text()
 SERVICE, CLAIM, JOB = yaml.safe_load_all(TEXT)
@@ -49,17 +49,6 @@ def test_every_exit_code_means_to_the_job_what_it_means_to_the_trainer() -> None
     assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {TRAINER["name"]}
     action = {code: rule["action"] for rule in rules if "onExitCodes" in rule for code in rule["onExitCodes"]["values"]}
     assert action == {2: "FailJob", 76: "FailJob", 75: "Ignore"}  # all others count as failures, and are tried again
-
-
-def test_a_pod_begins_with_a_line_about_itself(tmp_path: Path) -> None:
-    program(tmp_path, "nvidia-smi", '#!/usr/bin/env bash\nprintf "GPU 0\\nGPU 1\\n"\n')
-    program(tmp_path, "hostname", '#!/usr/bin/env bash\n[[ $1 == -I ]] && echo "10.0.0.7 " || echo pod-a\n')
-    program(tmp_path, "python", "#!/usr/bin/env bash\n")
-    script, name, *_ = TRAINER["args"]
-    env = environment(tmp_path) | ENV | {"JOB_COMPLETION_INDEX": "1"}
-    done = run([*TRAINER["command"], script, name, "--gin_file", "f"], env)
-    assert re.fullmatch(r"pod 1 of 2  pod-a 10\.0\.0\.7\s+2 of 8 GPUs, \d+ EFA devices\n", done.stdout), done.stdout
-    assert done.returncode == 0, done.stderr
 
 
 def pod(host: Host, index: int, folder: Path, given: list[str]) -> Started:

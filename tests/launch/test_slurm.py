@@ -132,13 +132,6 @@ def test_the_record_is_written_though_slurm_repeats_its_signal(slurm: Path) -> N
     assert ended(slurm, 75, terminate=True, PYTHON=str(python))[2]
 
 
-def test_the_summary_of_a_run_that_made_no_folder_lies_beside_it(slurm: Path) -> None:
-    env = environment(slurm / "bin", **job(slurm, FAKE_CODE="2", FAKE_SHORT="yes"))
-    assert run(["bash", slurm / "slurm_script", *flags(slurm)], env, cwd=slurm).returncode == 2
-    assert not (slurm / "run").exists()
-    assert json.loads((slurm / "run.job_4242_0.json").read_text())["exit_code"] == 2
-
-
 @settings(max_examples=10)
 @given(args)
 def test_every_argument_arrives_on_every_node_as_it_was_given(

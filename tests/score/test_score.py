@@ -277,10 +277,8 @@ TURN = Turn("a", 1, "b", 0.5, "s")._asdict()
     [
         ("a", "here: got 'turns': \"a\", expected a list with an object for each turn"),
         ([TURN, {**TURN, "role": "user"}], "here, turn 2: got 'role', expected the fields text, length, observation"),
-        ([{"text": "a"}], "here, turn 1: got no 'length', expected the fields text, length, observation"),
         ([{**TURN, "reward": 10**400}], "here, turn 1: got 'reward': 1000"),
         ([{**TURN, "limit": "time"}], "here, turn 1: got 'limit': \"time\", expected an empty text or one of turns"),
-        ([{**TURN, "state": None}], "here, turn 1: got 'state': null, expected text"),
     ],
 )
 def test_turns_that_are_none_are_refused(wrong: object, complaint: str) -> None:
@@ -342,7 +340,6 @@ def test_the_gold_is_the_answer_or_what_follows_its_last_hashes(answer: object, 
         ({"test_list": ["a"], "test_setup_code": "s", "code": "c ####1"}, ["a"], "s", "c ####1"),
         ({"test_list": ["a"], "test_imports": ["import x", "import y"], "code": "c"}, ["a"], "import x\nimport y", "c"),
         ({"tests": ["b"], "test_list": ["a"], "setup": "t", "answer": "r", "code": "c"}, ["b"], "t", "r"),
-        ({"tests": ["b"]}, ["b"], "", ""),
     ],
 )
 def test_published_and_plain_rows_of_programs_ask_the_same(row: dict, tests: list, setup: str, answer: str) -> None:
@@ -422,24 +419,6 @@ def test_published_answers_are_right_and_others_wrong_through_pipes_and_files(tm
         assert row["verdict_lenient"] in (row["verdict"], "right")
 
 
-@pytest.mark.slow
-def test_published_programs_pass_their_tests_and_those_that_leave_early_do_not(tmp_path: Path) -> None:
-    lines = (published("mbpp") / "mbpp.jsonl").read_text().splitlines()[10:16]
-    source = [json.loads(line) for line in lines]
-    texts = [f"Here it is:\n```python\n{row['code']}\n```\nDone." for row in source]
-    texts += [f"```python\n{row['code']}\nimport os\nos._exit(0)\n```" for row in source[:2]]
-    texts += ["I would rather not.", "```python\nwhile True:\n    pass\n```"]
-    rows = [{**row, "completion": text} for row, text in zip(source * 2, texts, strict=False)]
-    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    code, out, said = score(tmp_path, data, "--reward_param", "run.wall_seconds=5.0", reward="code", workers=2)
-    assert code == 0, said
-    assert [row["verdict"] for row in out] == ["right"] * len(source) + ["wrong"] * 4
-    assert all(row.items() >= before.items() for row, before in zip(out, rows, strict=True))
-    half = {"completion": "def f():\n    return 1", "tests": ["assert f() == 1", "assert f() == 2"]}
-    code, (row,), _ = score(tmp_path, json.dumps(half).encode(), reward="share_of_tests")
-    assert (code, row["verdict"], row["score"]) == (0, "wrong", 0.5)
-
-
 def test_a_reward_of_ones_own_has_knobs_and_sees_the_whole_row(folder: Path) -> None:
     data = rows_of("3 km", expected="3 ") + rows_of("3 m", expected="3 ")
     code, rows, _ = score(folder, data, "--reward_param", "unit='km'", reward="mine.later")
@@ -462,9 +441,7 @@ def test_a_reward_of_ones_own_has_knobs_and_sees_the_whole_row(folder: Path) -> 
 REFUSED = {
     "a word": (["mathh"], "got 'mathh', expected math, math_evaluated, lenient"),
     "another signature": (["json.loads"], "expected f(problem, completion)"),
-    "no knob": (["mine.obeys", "--reward_param", "bonsu=1"], "expected one of bonus; did you mean bonus?"),
     "a knob missing": (["mine.later"], "mine.later: got no value for unit, expected --reward_param unit=VALUE"),
-    "no time": (["mine.obeys", "--timeout", "nan"], "timeout_per_completion: got nan, expected more than 0"),
     "output that is there": (["mine.obeys", "--output", "mine.py"], "--output: got mine.py, which holds something"),
     "no sandbox": (["code", "--reward_param", "run.isolation=@mine.nowhere"], "error: no isolation here"),
     "a needed field": (["math"], "got the fields 'completion', expected text or a number in 'answer'"),

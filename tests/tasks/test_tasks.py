@@ -101,11 +101,6 @@ def test_a_task_of_nothing_but_held_out_rows_is_refused_and_none_in_common_says_
     assert from_rows(rows(2), [Problem(0, "else", "", {})]).notes == ()
 
 
-def test_a_row_number_that_a_row_brings_is_kept():
-    task = from_rows([Problem(0, "q", "a", {"row": 17})], [])
-    assert task.train(key(0), 5).meta == {"row": 17}
-
-
 def test_nothing_is_left_out_of_problems_that_are_made_and_nothing_drawn_without_rows():
     with pytest.raises(ValueError, match="made as they are drawn"):
         filter_rows(make(3, 1, 2), lambda problem: True)
@@ -264,12 +259,10 @@ def test_rows_become_prompts_by_the_template_and_golds_without_commas(tmp_path):
     [
         ([], r"train\.jsonl: got an empty file"),
         ([*GOOD, "{oops"], r"train\.jsonl:4: got '\{oops', expected a JSON object"),
-        ([{"question": "?"}], r"train\.jsonl:1: got the fields question, expected text in 'answer'"),
         (
             [*GOOD, {"question": "?", "answer": "42"}],
             r"train\.jsonl:4: got answer '42', expected it to end in '#### n'",
         ),
-        ([{"question": "?", "answer": "#### "}], r"train\.jsonl:1: got answer '#### ', expected it to end in"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, train, want):

@@ -109,7 +109,6 @@ def test_rows_that_are_left_out_are_asked_no_more(name):
         (partial(mixture.levels, base=lambda: from_rows([Problem(0, "a", "1", {})], [])), "got row 0 without one"),
         (partial(mixture.rows, base=partial(made, 1), size=0), "size: got 0, expected how many of the problems"),
         (partial(mixture.rows, base=leveled, size=10), "size: got 10, expected at most the 9 rows"),
-        (partial(mixture.rows, base=leveled, size=-1), "size: got -1"),
         (partial(mixture.arms, tasks={"a": lambda: held_out_only(leveled().test)}), "a, which has no training rows"),
     ],
 )

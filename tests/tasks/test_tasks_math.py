@@ -92,8 +92,6 @@ def test_training_rows_without_an_answer_are_left_out_and_noted_and_held_out_one
     ("row", "want"),
     [
         ({"level": "Level 6"}, r"train\.jsonl:1: got level 'Level 6', expected 1 to 5"),
-        ({"level": True}, r"got level True,"),
-        ({"problem": 3}, r"train\.jsonl:1: got the fields problem, .*expected text in 'problem'"),
         ({"problem": "a\ud800"}, r"train\.jsonl:1: got 'problem' with '\\ud800', expected Unicode text"),
     ],
 )
@@ -108,8 +106,6 @@ def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, row, want):
         ({"levels": [6]}, r"levels: got \[6\], expected some of those in the training files: 1, 2, 3, 4, 5, None"),
         ({"subjects": ["algebra"]}, r"subjects: got \['algebra'\].*: Algebra, Geometry"),
         ({"template": "{question}"}, r"template: got '\{question\}', expected one that holds \{problem\}"),
-        ({"train": []}, r"training rows: got none|levels: got"),
-        ({"test": "nowhere.jsonl"}, r"without nowhere\.jsonl"),
     ],
 )
 def test_knobs_that_make_no_sense_are_refused(data, knob, want):

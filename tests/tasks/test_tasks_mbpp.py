@@ -58,11 +58,6 @@ def test_the_prompt_shows_the_first_asserts_and_meta_holds_all(data, shown):
         assert problem.answer == f"def f(x):\n    return {number}"
 
 
-def test_a_problem_that_speaks_of_the_templates_fields_is_left_alone(tmp_path):
-    task = benchmarks.mbpp(**folder(tmp_path, rows=[row(601, text="Print {tests} and {text}."), row(11)]))
-    assert task.rows[0].prompt == "Print {tests} and {text}.\nassert f(601) == 0\nassert f(601) == 1"
-
-
 def test_the_setup_is_the_rows_code_or_its_imports(tmp_path):
     rows = [row(601, test_setup_code="a = 1\r\nb = 2\r"), row(11)]
     assert benchmarks.mbpp(**folder(tmp_path, rows=rows)).rows[0].meta["setup"] == "a = 1\nb = 2\n"
@@ -77,14 +72,8 @@ def test_the_setup_is_the_rows_code_or_its_imports(tmp_path):
     ("changes", "want"),
     [
         ({"task_id": 0}, r"mbpp\.jsonl:2: got task_id 0, expected a whole number from 1 to 974"),
-        ({"task_id": 975}, "got task_id 975"),
-        ({"task_id": ...}, "got task_id None"),
-        ({"test_list": []}, r"mbpp\.jsonl:2: got no test in test_list"),
-        ({"test_list": ...}, r"mbpp\.jsonl:2: got the fields .*expected a list of texts in 'test_list'"),
         ({"test_list": ["assert True", 3]}, "expected a list of texts in 'test_list'"),
-        ({"code": ...}, r"mbpp\.jsonl:2: .*expected text in 'code'"),
         ({"text": ...}, r"expected text in 'prompt'"),
-        ({"test_setup_code": ...}, r"expected text in 'test_setup_code'"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, changes, want):
@@ -99,12 +88,8 @@ def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, changes, want):
             {"train": ["training"]},
             r"splits: got train \['training'\].*expected some of prompts, test, validation, train",
         ),
-        ({"train": ["train", "test"]}, "each once"),
-        ({"train": []}, "at least one to train on"),
         ({"shown_tests": 0}, "shown_tests: got 0 with a template that holds"),
-        ({"shown_tests": -1}, "shown_tests: got -1"),
         ({"template": "{text}"}, r"expected one that holds \{tests\}"),
-        ({"file": "other.jsonl"}, r"without other\.jsonl"),
     ],
 )
 def test_knobs_that_make_no_sense_are_refused(data, knobs, want):

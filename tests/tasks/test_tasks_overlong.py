@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn.core.problem import Problem
-from grpo_fn.tasks import arithmetic
 from grpo_fn.tasks.overlong import drop, drop_both, refuse
 from grpo_fn.tasks.task import TEST_UID, from_rows
 
@@ -63,13 +62,3 @@ def test_drop_both_leaves_held_out_problems_out_too_and_each_keeps_its_uid(train
     assert count == sum(length > limit for length in (*train, *test))
     assert [(p.uid - TEST_UID, len(p.prompt)) for p in left.test] == [(i, n) for i, n in enumerate(test) if n <= limit]
     assert len(left.notes) == (max(train) > limit) + (max(test) > limit)
-
-
-def test_nothing_can_be_dropped_from_problems_that_are_made_but_their_held_out_ones_are_looked_at():
-    task = arithmetic.task(max_value=3, operations=1, test_size=2)
-    longest = max(len(problem.prompt) for problem in task.test)
-    assert refuse(task, prompt_length, longest) == (task, 0)
-    with pytest.raises(ValueError, match=f"the longest has at least {longest}"):
-        refuse(task, prompt_length, longest - 1)
-    with pytest.raises(ValueError, match="made as they are drawn"):
-        drop(task, prompt_length, 10**6)

@@ -53,7 +53,7 @@ def fake(name: str, deadline: float = 30.0) -> Check:
 def test_a_check_that_fails_hangs_or_dies_is_reported_and_the_next_begins_in_a_fresh_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "tests" / "helpers"), str(ROOT))))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "tests" / "tools"), str(ROOT))))
     checks = [fake(n, 0.5 if n == "late" else 30.0) for n in ("fine", "absent", "wrong", "late", "fatal")]
     results = [*outcomes_apart(checks, Setting("cpu", True, str(tmp_path)), 120.0)]
     assert [outcome.check for outcome in results] == checks

@@ -127,31 +127,6 @@ def test_a_preset_that_needs_what_the_run_has_not_is_refused_with_the_knob_that_
 # -- a reference, a teacher
 
 
-def composed(token_loss: Callable, penalty: Callable, loss_aggregation: Callable, beta: float) -> partial:
-    return partial(
-        objective.policy_objective,
-        token_loss=token_loss,
-        importance_correction=None,
-        kl=penalty,
-        loss_aggregation=loss_aggregation,
-        beta=beta,
-        entropy_bonus=0.01,
-    )
-
-
-def test_a_reference_is_needed_exactly_when_beta_is_positive() -> None:
-    for penalty in bound(objective, "logp", "row").values():
-        for token_loss in token_losses().values():
-            for beta in (0.0, 1e-9, 10.0):
-                value = composed(token_loss, penalty, objective.token_mean, beta)
-                assert ("logp_ref" in needs(value)) is (beta > 0)
-    for beta in (0.0, 1e-6):
-        to_go = partial(credit.reward_to_go, beta=beta)
-        minus = partial(credit.outcome_minus_kl, advantage=advantage.leave_one_out, beta=beta)
-        for value in (to_go, partial(credit.token_whitened, credit=to_go, eps=1e-8), minus):
-            assert ("logp_ref" in needs(value)) is (beta > 0)
-
-
 def test_a_divergence_to_a_teacher_reads_the_teacher_and_no_reference() -> None:
     taught = partial(
         objective.with_teacher_divergence,
@@ -363,13 +338,10 @@ WHITENED = partial(credit.token_whitened, eps=1e-8)
 @pytest.mark.parametrize(
     ("knob", "changes", "arguments"),
     [
-        ("objective", lambda f: {"objective": f}, "scores, batch, totals, gains"),
         ("objective.token_loss", lambda f: vars(of_objective(token_loss=f)), "logp, row"),
         ("credit.credit", lambda f: {"credit": partial(WHITENED, credit=f)}, "scored"),
-        ("old_logp", lambda f: {"old_logp": f}, "policy, rollout"),
         ("filters", lambda f: {"filters": [masking.drop_truncated, f]}, "rollout, adv"),
         ("beside.objective", lambda f: {"beside": [partial(BESIDE, objective=f)]}, "scores, batch, totals, gains"),
-        ("control", lambda f: {"control": f}, "gains, figures"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_named_by_its_knob_with_got_and_expected(

@@ -8,17 +8,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given, settings
 from profiles import quarter
 
-from grpo_fn.core.types import Carry, Gains, RunState
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.store import seal
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 from grpo_fn.trainer import async_eval, health
 from grpo_fn.trainer.sections import Health
-from grpo_fn.trainer.state import BEST, Progress, figures_of, null_to_nan
+from grpo_fn.trainer.state import BEST, figures_of
 
 numbers = st.floats(width=32) | st.integers(-1000, 1000)
 
@@ -79,17 +77,6 @@ def test_a_resume_undoes_what_came_late_with_its_step_and_keeps_the_rest(tmp_pat
     assert figures_of(tmp_path, 9) == {}
 
 
-def test_a_step_without_a_line_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, start_step=0) as writer:
-        writer.scalars(0, {"loss/kl": 1.0})
-        before = (tmp_path / "metrics.jsonl").read_bytes()
-        with pytest.raises(ValueError, match="got figures for step 2, expected a step with a line"):
-            writer.amend(2, {"eval/accuracy": 0.25})
-        assert (tmp_path / "metrics.jsonl").read_bytes() == before
-        writer.scalars(1, {"loss/kl": 1.0})
-    assert [row["step"] for row in rows(tmp_path)] == [0, 1]
-
-
 # -- for the rules of health
 
 
@@ -147,22 +134,6 @@ def test_a_late_evaluation_may_end_the_run() -> None:
 
 
 # -- for what is kept
-
-
-def progress(step: int, pending: Sequence[int]) -> Progress:
-    carried = Carry(0, None, Gains(1.0, 1.0))
-    return Progress(RunState(step, 0), carried, math.nan, math.nan, 0, 0.0, pending=[*pending])
-
-
-def test_figures_count_for_their_own_step_and_the_newest_for_the_run() -> None:
-    run = progress(5, [0, 2, 4])
-    async_eval.credit_score(run, 0, {BEST: 0.25})
-    assert (run.accuracy_before, run.accuracy, run.evaluated, run.pending) == (0.25, 0.25, 0, [2, 4])
-    async_eval.credit_score(run, 2, {BEST: 0.5})
-    assert (run.accuracy_before, run.accuracy, run.evaluated, run.pending) == (0.25, 0.5, 2, [4])
-    async_eval.credit_score(run, 4, {BEST: null_to_nan(None)})  # nothing could be scored
-    assert math.isnan(run.accuracy)
-    assert (run.evaluated, run.pending, run.scores) == (4, [], {0: 0.25, 2: 0.5})
 
 
 scores = st.none() | st.sampled_from([0.0, 0.5, 1.0])

@@ -3,7 +3,6 @@
 import re
 import time
 from dataclasses import fields, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,10 +22,8 @@ from grpo_fn.trainer.plan import (
     ValidatedPlan,
     decoding_notes,
     device_notes,
-    device_text,
     dry_run_lines,
     kv_bytes,
-    kv_bytes_per_token,
     planned_device,
     precision_notes,
     rank_line,
@@ -87,12 +84,6 @@ def test_disk_holds_two_checkpoints_with_the_average_and_the_model() -> None:
 def test_the_cache_is_of_the_rows_that_one_rank_decodes_at_once(settings) -> None:
     assert kv_bytes(settings, checked(), 1) == 256 * 32 * 2048  # max_rows
     assert kv_bytes(settings, checked(), 5) == 5 * 16 * 32 * 2048  # of 24 prompts
-
-
-def test_keys_and_values_are_counted_per_layer_and_kv_head() -> None:
-    shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
-    assert kv_bytes_per_token(SimpleNamespace(**shape), 2) == 2 * 3 * 8 * 8 * 2
-    assert kv_bytes_per_token(SimpleNamespace(**shape, num_key_value_heads=2, head_dim=16), 4) == 2 * 3 * 2 * 16 * 4
 
 
 # -- a device
@@ -230,12 +221,6 @@ def test_a_rank_is_one_line_with_its_device_mesh_precision_and_share_of_the_rows
         r"192 of 384 rows an update, at least 4 micro-batch",
         rank_line(settings, one_of_two(1)),
     )
-
-
-def test_a_card_has_its_name_and_memory(monkeypatch) -> None:
-    card = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 10**9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    assert device_text(torch.device("cuda", 3)) == "cuda:3 (NVIDIA H100, 80 GB)"
 
 
 def test_the_main_rank_alone_reports_with_the_seconds_and_a_console_that_is_gone_ends_nothing(

@@ -19,7 +19,7 @@ from grpo_fn.shell.reward_workers.worker_pool import EnvironmentPool
 
 pytest.importorskip("mcp", reason="NOT TESTED without the mcp library: tools of MCP servers")
 
-PROGRAM = Path(__file__).resolve().parents[2] / "helpers" / "mcp_server_program.py"
+PROGRAM = Path(__file__).resolve().with_name("mcp_server_program.py")
 COMMAND = (sys.executable, str(PROGRAM))
 KNOBS = {
     "command": COMMAND,

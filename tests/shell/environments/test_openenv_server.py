@@ -23,7 +23,7 @@ sync_server = pytest.importorskip(
     "websockets.sync.server", reason="NOT TESTED without the websockets library: OpenEnv servers"
 )
 
-PROGRAM = Path(__file__).resolve().parents[2] / "helpers" / "openenv_server_program.py"
+PROGRAM = Path(__file__).resolve().with_name("openenv_server_program.py")
 PROBLEM = Problem(0, "", "", {})
 
 

@@ -163,9 +163,9 @@ def test_steps_are_captured_again_when_weights_have_moved() -> None:
 def test_compiled_steps_draw_the_same_and_are_not_built_again(
     backend: str, choice: str, families: dict[str, int]
 ) -> None:
-    helpers = Path(__file__).parents[2] / "helpers"
+    program = Path(__file__).with_name("compiled_decoding.py")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(helpers / "compiled_decoding.py"), backend, choice, json.dumps(families)]
+    command = [sys.executable, str(program), backend, choice, json.dumps(families)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert ran.returncode == 0, ran.stderr
     every = json.loads(ran.stdout.splitlines()[-1])

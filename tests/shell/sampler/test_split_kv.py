@@ -211,7 +211,7 @@ def test_models_that_the_kernel_does_not_cover_are_named() -> None:
 @pytest.mark.parametrize(("architecture", "dtype"), [(80, "fp32"), (90, "bf16")])
 def test_the_kernel_compiles_for_an_absent_card(architecture: int, dtype: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: no kernel of it can be compiled")
-    program = Path(__file__).parents[2] / "helpers" / "compiled_kernels.py"
+    program = Path(__file__).with_name("compiled_kernels.py")
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, str(program), str(architecture), dtype]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
