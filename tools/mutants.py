@@ -3,7 +3,7 @@
     nice python tools/mutants.py --sample 120 --out tests/mutants.md
 
 A mutant is one change to one line of a copy: `<` for `<=`, `+` for `-`, a number and one more, `.detach()` or a mask
-left out, a condition negated. A run with coverage (`pip install pytest-cov`) tells which quick tests execute which
+left out, a condition negated. A run with coverage (`pip install pytest-cov`) shows which quick tests execute which
 lines, in subprocesses too. A mutant meets those of its line until one fails, one case of every test function first,
 quick ones first; tests that fail without it are left out. Every run is a fork that has imported torch, and nothing of
 the package. Hypothesis draws the same examples each time.

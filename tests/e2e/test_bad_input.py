@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from e2e.running import command, finish
 
+from grpo_fn.shell.model import tiny
+
 ROWS = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(8)]
 
 
@@ -102,7 +104,6 @@ REFUSED = """
 from __gin__ import dynamic_registration
 
 from e2e import engines
-from grpo_fn.shell.model import tiny
 from grpo_fn.shell.sampler import probe
 from grpo_fn.trainer import sections
 
