@@ -214,28 +214,6 @@ def rows_of_a_group(draw) -> tuple[Tensor, Batch]:
     return now, Batch(mask.long(), mask, now, old, now, now, adv, torch.zeros_like(mask), mask.long())
 
 
-def classification_loss(logp: Tensor, group: Batch, tau: float) -> Tensor:
-    """As published, of rows that have tokens; 0 where all of them are right, or all wrong."""
-    rows = [g for g in range(len(logp)) if group.mask[g].any()]
-    sides = [[g for g in rows if group.adv[g][group.mask[g]][0] * one > 0] for one in (1, -1)]
-    scores = {g: (logp[g] - group.logp_old[g])[group.mask[g]].mean() for g in rows}
-    if not all(sides):
-        return torch.where(group.mask, logp, 0.0).sum() * 0.0
-    return sum(
-        (1 + sum((-one * scores[g] / tau).exp() for g in side)).log() for side, one in zip(sides, (1, -1), strict=True)
-    )
-
-
-@given(rows_of_a_group(), st.sampled_from([0.5, 2.0]))
-def test_reinforce_on_label_weights_is_the_gradient_of_the_groups_loss(rows, tau):
-    logp, group = rows
-    adv = advantage.label_weights(logp, group, tau=tau)
-    assert (adv[~group.mask] == 0).all()
-    got = -adv / group.mask.sum(-1, keepdim=True).clamp(min=1)
-    expected = torch.func.grad(lambda x: classification_loss(x, group, tau))(logp)
-    close(got, torch.where(group.mask, expected, 0.0))
-
-
 @given(rows_of_a_group(), st.sampled_from([0.5, 2.0]))
 def test_before_the_policy_has_moved_they_are_what_rewards_as_labels_gives(rows, tau):
     _, group = rows

@@ -3,12 +3,10 @@
 import math
 
 import pytest
-import torch
 from batches import loss_rows
 from hypothesis import given
 
 from grpo_fn.algo import objective
-from grpo_fn.core.types import Batch
 
 
 @given(loss_rows())
@@ -26,20 +24,3 @@ def test_formulas_as_scalar_loops(row):
         for name, value in expected.items():
             got = getattr(objective, name)(logp, row)[t].item()
             assert got == pytest.approx(value if row.mask[t] else 0.0, rel=1e-9, abs=1e-12)
-
-
-def test_golden_k3():
-    """pi = 1/2 and pi_ref = 1/4: 1/2 - log(1/2) - 1 = 0.19314718."""
-    half, quarter = torch.tensor([[0.5], [0.25]], dtype=torch.float64).log()
-    row = Batch(
-        torch.zeros(1).long(),
-        torch.ones(1, dtype=torch.bool),
-        half,
-        half,
-        quarter,
-        quarter,
-        half,
-        half.bool(),
-        half.long(),
-    )
-    torch.testing.assert_close(objective.k3(half, row).item(), 0.1931471805599453)

@@ -98,19 +98,6 @@ def test_the_four_corners_of_clipped_ratio(r, adv, loss, gradient, side):
     assert [name for name in ("clip_low", "clip_high") if aux[name].item()] == ([side] if side else [])
 
 
-def test_golden_sequence_ratio():
-    """log r = 0.3 and -0.1 of two sampled tokens, a third is not: s = exp(0.1), within 0.2 of 1 and beyond 0.05."""
-    logp, row = example([0.3, -0.1, 9.0], 2.0, mask=[True, True, False])
-    s = math.exp(0.1)
-    wide, narrow = (partial(losses.sequence_ratio, clip_low=x, clip_high=x) for x in (0.2, 0.05))
-    exactly(wide(logp, row)[0].tolist(), [-2 * s, -2 * s, 0.0])
-    exactly(wide(logp, row)[1]["ratio"].tolist(), [s, s, 1.0])
-    exactly(loss_gradient(wide, logp, row).tolist(), [-2 * s, -2 * s, 0.0])  # of the sum; the mean's is half of it
-    exactly(narrow(logp, row)[0].tolist(), [-2 * 1.05, -2 * 1.05, 0.0])
-    assert not loss_gradient(narrow, logp, row).any()
-    assert narrow(logp, row)[1]["clip_high"].tolist() == [1.0, 1.0, 0.0]
-
-
 @given(loss_rows(), st.floats(-3, 3))
 def test_the_token_form_is_the_sequence_form_for_one_advantage_a_row(row, adv):
     logp, row = row[0], one_advantage(row[1], adv)
@@ -132,23 +119,16 @@ def test_the_token_form_differs_from_the_sequence_form_for_one_advantage_a_token
     )
 
 
-@pytest.mark.parametrize("adv", [2.0, -2.0])
-def test_golden_gmpo(adv):
-    """log r = 1, -1, 0.1 and bounds 0.4: only the side that pays is cut, before the mean is taken."""
-    logp, row = example([1.0, -1.0, 0.1], adv)
-    f = partial(losses.gmpo, log_low=0.4, log_high=0.4)
-    kept = [0.4, -1.0, 0.1] if adv > 0 else [1.0, -0.4, 0.1]
-    g = math.exp(sum(kept) / 3)
-    loss, aux = f(logp, row)
-    exactly(loss.tolist(), [-g * adv] * 3)
-    exactly(
-        loss_gradient(f, logp, row).tolist(), [-g * adv * (k == x) for k, x in zip(kept, [1.0, -1.0, 0.1], strict=True)]
-    )
-    assert (aux["clip_high"].tolist(), aux["clip_low"].tolist()) == ([adv > 0, 0, 0], [0, adv < 0, 0])
-    exactly(aux["ratio"].tolist(), [math.e, 1 / math.e, math.exp(0.1)])
-
-
 # -- weighted losses
+
+
+@pytest.mark.parametrize("log_r", [[30.0, -25.0], [-30.0, -30.0]])
+def test_golden_vespo_of_policies_far_apart(log_r):
+    """W is the product of the row's ratios, each of -20 to 20 nats, and itself at least 1e-8 and at most e^20."""
+    logp, row = example(log_r, 2.0)
+    f = partial(losses.vespo, k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0)
+    w = max(1e-8, math.exp(sum(max(-20.0, min(20.0, x)) for x in log_r)))
+    exactly(loss_gradient(f, logp, row).tolist(), [-2.0 * math.exp(3.0) * w**2.0 * math.exp(-3.0 * w)] * 2)
 
 
 def test_the_future_leaves_out_ratios_above_the_cap():

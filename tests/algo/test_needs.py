@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from batches import policy_objective
 from fakes import WORDS, TablePolicy, first_step
 from torch import Tensor
 
-from grpo_fn.algo import credit, losses, objective
+from grpo_fn.algo import credit, losses
 from grpo_fn.algo.advantage import mean_centered
 from grpo_fn.algo.credit import ScoredStep
 from grpo_fn.algo.step import Algorithm, Experience
@@ -23,15 +24,7 @@ KEY = prng.key(3, device="cpu")
 TABLE = torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4, 0.2])
 TEACHER = TABLE.flip(0)
 OUTCOME = partial(credit.outcome, advantage=mean_centered)
-POLICY = partial(
-    objective.policy_objective,
-    token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-    importance_correction=None,
-    kl=objective.k3,
-    loss_aggregation=objective.token_mean,
-    beta=0.0,
-    entropy_bonus=0.0,
-)
+POLICY = policy_objective()
 PLAIN = Algorithm(objective=POLICY, credit=OUTCOME, prompts=3, group_size=4)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import UNMOVED, batches, one_row, scores, totals
+from batches import UNMOVED, batches, one_row, policy_objective, scores, totals
 from hypothesis import given
 from objectives import KLS, LOSSES, WEIGHTS, composed, objectives, signal_of, signals
 from torch.func import vmap
@@ -131,15 +131,7 @@ def test_grpo_golden_step():
         ~mask,
         tokens_of_group(mask, len(mask)),
     )
-    f = partial(
-        objective.policy_objective,
-        token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        importance_correction=None,
-        kl=objective.k3,
-        loss_aggregation=objective.sequence_mean,
-        beta=0.04,
-        entropy_bonus=0.0,
-    )
+    f = policy_objective(loss_aggregation=objective.sequence_mean, beta=0.04)
     signal, value, aux = signal_of(f, logp, batch)
     penalty = 0.5 - math.log(0.5) - 1
     exactly(value.item(), (((-1.2 - 0.9) / 2) + 0.8) / 2 + 0.04 * penalty)

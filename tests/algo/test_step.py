@@ -9,7 +9,7 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import dealt
+from batches import dealt, policy_objective
 from fakes import WORDS, TablePolicy, TableSampler, problem
 from hypothesis import given, settings
 from torch import Tensor
@@ -83,15 +83,7 @@ def score(*parts) -> partial:
 
 
 def algo(beta: float = 0.0, entropy_bonus: float = 0.0, n: int = 3, **changes) -> Algorithm:
-    f = partial(
-        objective.policy_objective,
-        token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        importance_correction=None,
-        kl=objective.k3_ratio,
-        loss_aggregation=objective.token_mean,
-        beta=beta,
-        entropy_bonus=entropy_bonus,
-    )
+    f = policy_objective(kl=objective.k3_ratio, beta=beta, entropy_bonus=entropy_bonus)
     numbers = {"prompts": n, "group_size": 4}
     return Algorithm(**{**numbers, "objective": f, "credit": outcome(mean_centered), **changes})
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import UNMOVED, batches, scores, totals
+from batches import UNMOVED, batches, policy_objective, scores, totals
 from hypothesis import given
 from torch import Tensor
 from torch.func import grad_and_value
@@ -15,15 +15,7 @@ from torch.func import grad_and_value
 from grpo_fn.algo import losses, objective
 from grpo_fn.core.types import Batch
 
-POLICY = partial(
-    objective.policy_objective,
-    token_loss=losses.reinforce,
-    importance_correction=None,
-    kl=objective.k3_ratio,
-    loss_aggregation=objective.sequence_mean,
-    beta=0.0,
-    entropy_bonus=0.0,
-)
+POLICY = policy_objective(token_loss=losses.reinforce, kl=objective.k3_ratio, loss_aggregation=objective.sequence_mean)
 
 
 def composed(coef: float) -> partial:

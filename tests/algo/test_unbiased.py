@@ -10,20 +10,17 @@ from itertools import product
 import hypothesis.strategies as st
 import torch
 from catalogue import each, token_losses
-from enumerated import FULL, SEQUENCES, V, expected_in, logps, policy, token_kl
+from enumerated import FULL, SEQUENCES, V, expected_in, logps, policy
 from hypothesis import given, settings
 from torch import Tensor
 from torch.func import grad, vmap
 
 from grpo_fn.algo import (
     advantage,
-    distillation,
     losses,
     objective,
 )
-from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Batch, Totals
-from grpo_fn.testing.steps import scored_step
 
 LOSSES = token_losses()
 EOS = 0  # written first it ends the row: the second token is then not sampled
@@ -35,24 +32,6 @@ FEW = settings(max_examples=max(2, settings.default.max_examples // 20))
 
 def exactly(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-
-
-# -- distillation
-
-
-@given(seeds, seeds)
-def test_learning_from_a_teachers_gap_alone_descends_the_reverse_kl_of_tokens(a, b):
-    theta, teacher = policy(a), policy(b)
-    old = logps(theta)
-    reward = outcome_reward(torch.zeros(1, 9, dtype=torch.float64), FULL[None, :, 0], {})
-    scored = scored_step(reward, FULL[None], teacher_gap=(logps(teacher) - old)[None])
-    adv = distillation.teacher_gap(scored, credit=None, share=None, coef=1.0)[0]
-    batch = Batch(SEQUENCES, FULL, old, old, old, logps(teacher), adv, ~FULL, FULL.long())
-
-    def loss(x):
-        return (old.sum(-1).exp() * vmap(losses.reinforce)(logps(x), batch)[0].sum(-1)).sum()
-
-    exactly(grad(loss)(theta), grad(lambda x: token_kl(x, teacher, theta))(theta))
 
 
 # -- KL
@@ -129,19 +108,6 @@ def test_on_policy_leave_one_out_is_the_policy_gradient_and_centered_a_share_of_
     exactly(expected_signal(theta, reward, mask, advantage.leave_one_out, row_sum, size, f), expected)
     centered = expected_signal(theta, reward, mask, advantage.mean_centered, row_sum, size, f)
     exactly(centered, expected * (size - 1) / size)
-
-
-@given(seeds, st.sampled_from([FULL, ENDS_EARLY]), st.integers(2, 3))
-def test_max_rl_climbs_the_first_terms_of_log_success(seed, mask, size):
-    """log p = -sum_k (1 - p)^k / k, p = P(success): n samples give the exact gradient of its first n - 1 terms."""
-    theta, solved = policy(seed), successes(seed, mask)
-
-    def terms(x: Tensor) -> Tensor:
-        fail = 1 - expected_reward(x, solved, mask)
-        return -sum(fail**k / k for k in range(1, size))
-
-    got = expected_signal(theta, solved, mask, advantage.max_rl, row_sum, size, losses.reinforce)
-    exactly(got, -grad(terms)(theta))
 
 
 @given(seeds, st.sampled_from([FULL, ENDS_EARLY]), st.sampled_from([(2, 1), (3, 1), (3, 2)]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from browser.chrome import Chrome
-from signal_steps import EPISODES, HOSTILE, looked_at, step
+from signal_steps import HOSTILE, looked_at, step
 
 from grpo_fn.lab import token_page
 from grpo_fn.lab.token_page import TokenReport
@@ -179,30 +179,6 @@ def test_every_token_can_be_read_in_light_and_dark(chrome: Chrome, page: Path, d
     ground = chrome.run("return getComputedStyle(document.body).backgroundColor")
     assert (int(ground.split("(")[1].split(",")[0]) < 60) == dark
     assert chrome.run(CONTRAST) >= 4.5
-
-
-@pytest.mark.parametrize(("dark", "width"), [(False, 390), (True, 1280)])
-def test_observations_of_episodes_are_grey_and_fold(chrome: Chrome, tmp_path: Path, dark: bool, width: int) -> None:
-    path = tmp_path / "episodes.html"
-    path.write_text(token_page.token_page(looked_at(*step(PROMPTS, EPISODES)), title="t", note="s"))
-    chrome.open(path, width=width, height=800, dark=dark)
-    assert chrome.run("return document.documentElement.scrollWidth <= innerWidth")
-    assert chrome.run("return document.querySelectorAll('.turn').length") == 9
-    soft = "getComputedStyle(document.querySelector('.note')).color"
-    grey = f"return [...document.querySelectorAll('.observed .t')].every(t => getComputedStyle(t).color === {soft} &&"
-    assert chrome.run(grey + " getComputedStyle(t).backgroundColor === 'rgba(0, 0, 0, 0)')")
-    assert chrome.run("return document.querySelectorAll('.observed [data-i]').length") == 0
-    assert chrome.run(CONTRAST) >= 4.5
-    shown = "return [...document.querySelectorAll('.observed .tokens')].filter(t => t.checkVisibility()).length"
-    assert chrome.run(shown) == 4  # one is long
-    chrome.run("document.querySelectorAll('.observed summary').forEach(s => s.click())")
-    assert chrome.run(shown) == 1
-    chrome.run("document.querySelector('.t[data-first]').focus()")
-    chrome.press("Home")
-    assert chrome.run(TIP)["token"].startswith("1 of ")
-    chrome.press("End")  # over observations, to the last token that was sampled
-    assert chrome.run(TIP)["inside"]
-    assert chrome.logged("browser") == []
 
 
 def test_the_pages_own_policy_stops_a_script_that_was_put_into_it(chrome: Chrome, page: Path, tmp_path: Path) -> None:

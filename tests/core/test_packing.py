@@ -5,12 +5,12 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import UNMOVED, batches, packed_split, totals
+from batches import UNMOVED, batches, packed_split, policy_objective, totals
 from hypothesis import given
 from torch import Tensor
 from torch.func import grad_and_value
 
-from grpo_fn.algo import losses, objective
+from grpo_fn.algo import objective
 from grpo_fn.core.batch import (
     PromptPiece,
     balance_pieces,
@@ -84,15 +84,7 @@ def test_rows_that_read_one_prompt_are_together_where_a_device_has_space_for_the
 @given(grouped(), budgets)
 def test_the_parts_add_up_to_the_whole(drawn, budget):
     logp, batch = drawn
-    f = partial(
-        objective.policy_objective,
-        token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        importance_correction=None,
-        kl=objective.k3,
-        loss_aggregation=objective.sequence_mean,
-        beta=0.1,
-        entropy_bonus=0.0,
-    )
+    f = policy_objective(loss_aggregation=objective.sequence_mean, beta=0.1)
     number = batch._replace(logp_sampled=logp)
     parts = packed_split(number, *budget)
 

@@ -26,10 +26,6 @@ def countdown(tmp_path, monkeypatch):
     sys.modules.pop("countdown", None)
 
 
-def test_every_block_is_tested():
-    assert [kind for kind, _ in BLOCKS] == ["python", "python", "text", "python", "gin", "python", "gin"]
-
-
 @pytest.mark.usefixtures("countdown")
 def test_the_example_prints_what_the_page_says(capsys):
     exec(compile(PYTHON[1], "docs/tasks/environment.md", "exec"), {})
@@ -59,7 +55,3 @@ def test_the_gin_file_of_an_adapter_makes_its_environment(tmp_path):
     assert start.messages[0].content.endswith("You are on field 0.")
     assert step.state["actions"] == [1]
     assert not environment.pure
-
-
-def test_a_tool_is_described_as_the_page_says():
-    exec(compile(PYTHON[3], "docs/tasks/environment.md", "exec"), {})

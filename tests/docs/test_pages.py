@@ -65,13 +65,6 @@ def test_the_step_of_the_readme_is_the_step_of_the_program() -> None:
     assert not absent  # `in` on an iterator also holds the order
 
 
-def test_a_page_says_what_it_is_for_before_its_first_command_table_or_section() -> None:
-    for path in PAGES:
-        title, *rest = path.read_text().splitlines()
-        assert title.startswith("# "), path
-        assert re.match(r"[`\w]", next(line for line in rest if line.strip())), path
-
-
 def test_the_files_tests_and_links_that_pages_name_exist() -> None:
     texts = {path: path.read_text() for path in [*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md"]}
     texts[ROOT / ".github" / "CONTRIBUTING.md"] = (ROOT / ".github" / "CONTRIBUTING.md").read_text()

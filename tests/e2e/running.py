@@ -65,6 +65,13 @@ def finish(argv: Sequence[str], out: Path, doom: Callable[[], None] | None = Non
     return process.exitcode
 
 
+def ended(argv: Sequence[str], out: Path, dooms: Sequence[Callable[[], None]] = ()) -> list[int]:
+    """The exit codes of the same command, started once for every doom, and then to its end."""
+    codes = [finish(argv, out, doom) for doom in (*dooms, None)]
+    assert codes[-1] == 0, out.read_text()
+    return codes
+
+
 class Forked:
     """Such a run, for a program that takes it for a subprocess.Popen of `python -m grpo_fn.run`; `pid` is its own."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from e2e.faults import ASK, Doom, job
-from e2e.running import AtFileEvent, AtPhase, after_step, board, command, finish, metrics, outcome
+from e2e.running import AtFileEvent, AtPhase, after_step, board, command, ended, finish, metrics, outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,11 +91,7 @@ class Held:
 
 def interrupted(cache: Path, folder: Path, dooms: Sequence[Harm], **changes: Any) -> tuple[Path, list[int]]:
     """Start the same command once for every doom, then to the end; the run folder and the exit codes."""
-    argv = arguments(cache, folder / "run", **changes)
-    codes = [finish(argv, folder / "out", doom) for doom in dooms]
-    codes.append(finish(argv, folder / "out"))
-    assert codes[-1] == 0, (folder / "out").read_text()
-    return folder / "run", codes
+    return folder / "run", ended(arguments(cache, folder / "run", **changes), folder / "out", dooms)
 
 
 # -- the same run

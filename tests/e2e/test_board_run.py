@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from e2e.running import command, finish, metrics, signal_after_step
+from e2e.running import command, ended, metrics, signal_after_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as BoardView
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -36,8 +36,7 @@ def rich(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     more["sections__Evaluation__graders"] = "[@rewards.named, @rewards.digits]"
     more["sections__Logging__start_kl_every"] = 2
     argv = command(cache, folder / "run", **more)
-    assert finish(argv, folder / "out", signal_after_step(5, signal.SIGKILL)) == -9
-    assert finish(argv, folder / "out") == 0, (folder / "out").read_text()
+    assert ended(argv, folder / "out", [signal_after_step(5, signal.SIGKILL)]) == [-9, 0]
     assert "resumed after step " in (folder / "out").read_text()
     return folder / "run"
 

@@ -1,14 +1,13 @@
 """Runs whose problems follow pass rates: killed anywhere, on any number of ranks and taken again, they ask the same."""
 
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from e2e.faults import job
-from e2e.running import SMALL, AtPhase, command, finish, metrics, outcome, refusal
+from e2e.running import SMALL, AtPhase, command, ended, finish, metrics, outcome, refusal
 from e2e.test_ranks import same_run
 
 from grpo_fn import replay
@@ -21,19 +20,11 @@ def arguments(cache: Path, run: Path | None, *flags: str, **changes: Any) -> lis
     return [*command(cache, run, "--gin_file", FILE, *flags, **changes)]
 
 
-def ended(cache: Path, folder: Path, dooms: Sequence[AtPhase] = (), **changes: Any) -> Path:
-    """The run, started again after each doom until it is done."""
-    folder.mkdir(exist_ok=True)
-    argv = arguments(cache, folder / "run", **changes)
-    for doom in dooms:
-        assert finish(argv, folder / "out", doom) == -KILL, (folder / "out").read_text()
-    assert finish(argv, folder / "out") == 0, (folder / "out").read_text()
-    return folder / "run"
-
-
 @pytest.fixture(scope="module")
 def pool(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ended(cache, tmp_path_factory.mktemp("pool"))
+    folder = tmp_path_factory.mktemp("pool")
+    ended(arguments(cache, folder / "run"), folder / "out")
+    return folder / "run"
 
 
 def test_problems_leave_the_pool_and_others_come_and_metrics_say_so(pool: Path) -> None:
@@ -48,7 +39,9 @@ def test_problems_leave_the_pool_and_others_come_and_metrics_say_so(pool: Path) 
 
 
 def test_a_killed_run_asks_what_it_would_have_asked(cache: Path, pool: Path, tmp_path: Path) -> None:
-    assert outcome(ended(cache, tmp_path, [AtPhase("train", 4, KILL)])) == outcome(pool)
+    codes = ended(arguments(cache, tmp_path / "run"), tmp_path / "out", [AtPhase("train", 4, KILL)])
+    assert codes == [-KILL, 0]
+    assert outcome(tmp_path / "run") == outcome(pool)
 
 
 def test_a_replayed_step_begins_with_the_state_before_it(

@@ -11,7 +11,7 @@ import pytest
 import resume_check
 from e2e.faults import job
 from e2e.running import SMALL, TESTS, AtPhase, Forked, command, finish, metrics, outcome
-from e2e.test_ahead_run import ended
+from e2e.test_ahead_run import run_ahead
 from e2e.test_ranks import same_run
 
 from grpo_fn.replay import main as replay
@@ -95,10 +95,10 @@ def test_a_step_that_is_taken_again_is_answered_from_the_tape(cache: Path, tmp_p
 
 @pytest.mark.slow
 def test_a_batch_of_episodes_that_is_sampled_ahead_goes_through_a_checkpoint(cache: Path, tmp_path: Path) -> None:
-    whole = ended(cache, tmp_path / "whole", *EPISODES)
+    whole = run_ahead(cache, tmp_path / "whole", *EPISODES)
     assert [row["generation/staleness"] for row in metrics(whole)[1:]] == [0, 1, 2, 2, 2, 2]
     assert max(len(row["turns"]) for row in rows(whole, 4)) > 1
-    broken = ended(cache, tmp_path / "broken", *EPISODES, doom=AtPhase("train", 4, signal.SIGKILL))
+    broken = run_ahead(cache, tmp_path / "broken", *EPISODES, doom=AtPhase("train", 4, signal.SIGKILL))
     assert outcome(broken) == outcome(whole)
 
 

@@ -10,8 +10,6 @@ import torch
 from e2e import faults
 from e2e.faults import ASK, KILL, Doom, Job, job, undisturbed
 from e2e.running import after_step, command, outcome, timeless
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging import rollout_store
@@ -176,16 +174,3 @@ def test_two_ranks_go_on_bit_for_bit(cache: Path, tmp_path: Path, more: list[str
     assert outcome(run) == outcome(tmp_path / "calm" / "run")
     if more is LORA:
         assert all("lora_" in name for name in weights(run))
-        the_folders_say_the_same(cache, run)
-
-
-def the_folders_say_the_same(cache: Path, run: Path) -> None:
-    """The adapters on the model that the run began with, and the merged model."""
-    (base,) = (path.parent for path in cache.glob("*/config.json"))
-    ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits
-        opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run / "adapter")(ids).logits
-        merged = AutoModelForCausalLM.from_pretrained(run / "model")(ids).logits
-    torch.testing.assert_close(merged, opened, rtol=0, atol=1e-5)
-    assert (merged - plain).abs().max() > 1e-4, "nothing was learnt"

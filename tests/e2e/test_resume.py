@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from e2e.faults import after, full_disk
-from e2e.running import AtFileEvent, AtPhase, board, command, finish, metrics, outcome, signal_after_step
+from e2e.running import AtFileEvent, AtPhase, board, command, ended, finish, metrics, outcome, signal_after_step
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -38,11 +38,8 @@ def full_disk_at_the_fourth_rollout() -> None:
 
 def interrupted(cache: Path, folder: Path, dooms: Sequence[Planned], **changes: object) -> tuple[Path, list[int]]:
     """Start the same command once for every doom, then to the end; the run folder and the exit codes."""
-    argv = command(cache, folder / "run", **changes)
-    codes = [finish(argv, folder / "out", doom(folder / "run")) for doom in dooms]
-    codes.append(finish(argv, folder / "out"))
-    assert codes[-1] == 0, (folder / "out").read_text()
-    return folder / "run", codes
+    run = folder / "run"
+    return run, ended(command(cache, run, **changes), folder / "out", [doom(run) for doom in dooms])
 
 
 DOOMS = st.one_of(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.faults import job
-from e2e.running import SMALL, board, command, finish, metrics, outcome, signal_after_step
+from e2e.running import SMALL, board, command, ended, finish, metrics, outcome, signal_after_step
 from e2e.test_ranks import CLOSE, weights
 
 from grpo_fn import replay as replaying
@@ -59,8 +59,7 @@ def test_the_held_out_loss_falls_and_nothing_is_sampled_or_scored(calm: Path) ->
 
 def test_a_killed_run_ends_as_an_undisturbed_one(cache: Path, data: Path, calm: Path, tmp_path: Path) -> None:
     argv = supervised(cache, tmp_path / "run", data)
-    assert finish(argv, tmp_path / "out", signal_after_step(3, signal.SIGKILL)) == -9
-    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert ended(argv, tmp_path / "out", [signal_after_step(3, signal.SIGKILL)]) == [-9, 0]
     got, expected = outcome(tmp_path / "run"), outcome(calm)
     for one in (got, expected):
         for row in one["metrics"]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e.running import command, finish, metrics, outcome, signal_after_step
+from e2e.running import command, ended, finish, metrics, outcome, signal_after_step
 from transformers import AutoTokenizer
 from vllm_stub import Stub
 
@@ -77,8 +77,7 @@ def alone(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_policy_that_teaches_itself_goes_on_from_its_average(cache: Path, alone: Path, tmp_path: Path) -> None:
     assert replaying.main([str(alone), "--step", "3"]) == 0
     argv = command(cache, tmp_path / "run", *SELF)
-    assert finish(argv, tmp_path / "out", signal_after_step(3, signal.SIGKILL)) == -9
-    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert ended(argv, tmp_path / "out", [signal_after_step(3, signal.SIGKILL)]) == [-9, 0]
     assert outcome(tmp_path / "run") == outcome(alone)
     rows = [row for row in metrics(alone) if "teacher/rows_taught" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]

@@ -1,10 +1,12 @@
 """Rows and batches, drawn (those of the published test kit, under the name that the tests know), and cut."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from grpo_fn.algo import losses, objective
 from grpo_fn.core.batch import by_reading, by_width, trim_rows
 from grpo_fn.core.types import Batch, Gains, Scores, Totals
 from grpo_fn.testing.strategies import GARBAGE, batches, loss_rows, one_row, with_garbage, with_padding
@@ -17,6 +19,7 @@ __all__ = [
     "loss_rows",
     "one_row",
     "packed_split",
+    "policy_objective",
     "scores",
     "split",
     "totals",
@@ -32,6 +35,13 @@ def totals(batch: Batch) -> Totals:
     samples = torch.tensor(len(batch.mask)).double()
     groups = torch.tensor(sum(1 / n for n in batch.group_tokens[batch.mask].tolist()), dtype=torch.float64).round()
     return Totals(batch.mask.sum().double(), batch.mask.any(-1).sum().double(), samples, groups)
+
+
+def policy_objective(**changes: object) -> partial:
+    """PPO's clip, a mean over tokens, no KL, no bonus and no correction; with these knobs changed."""
+    plain = {"token_loss": partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2), "importance_correction": None}
+    plain |= {"kl": objective.k3, "loss_aggregation": objective.token_mean, "beta": 0.0, "entropy_bonus": 0.0}
+    return partial(objective.policy_objective, **{**plain, **changes})
 
 
 def scores(logp: Tensor) -> Scores:

@@ -1,14 +1,12 @@
 """Steps to look at token by token: real texts through a real tokenizer, and figures made for the occasion."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
-from batches import UNMOVED
+from batches import UNMOVED, policy_objective
 from fakes import tokenizer
 from torch import Tensor
 
-from grpo_fn.algo import losses, objective
 from grpo_fn.algo.step import Experience
 from grpo_fn.core import prng
 from grpo_fn.core.batch import make_batch, outcome_reward
@@ -16,15 +14,7 @@ from grpo_fn.core.problem import Problem, Turn
 from grpo_fn.core.types import Groups, Rollout, Scores
 from grpo_fn.lab import token_page
 
-CLIPPED = partial(
-    objective.policy_objective,
-    token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-    importance_correction=None,
-    kl=objective.k3,
-    loss_aggregation=objective.token_mean,
-    beta=0.01,
-    entropy_bonus=0.0,
-)
+CLIPPED = policy_objective(beta=0.01)
 HOSTILE = [
     "<script>document.title = 'owned'; window.owned = 1</script>",
     "<img src=x onerror=\"window.owned = 1\"><svg/onload='window.owned=1'>",

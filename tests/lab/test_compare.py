@@ -119,23 +119,6 @@ def test_another_prompt_is_another_problem_unless_the_uid_is_to_decide(tmp_path,
     assert "of which 0" in printed(capsys, one, other, "--match", "uid", code=2)  # the same number of another problem
 
 
-def test_the_order_does_not_matter_and_a_problem_that_stands_twice_is_two(tmp_path, capsys):
-    rows = [row(0, 1.0), row(1, 0.0), row(0, 0.0)]
-    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    rollout_store.write_evaluation_rows(paths[0], rows)
-    rollout_store.write_evaluation_rows(paths[1], [rows[1], rows[0], rows[2]])
-    lines = printed(capsys, *paths).splitlines()
-    assert lines[0] == "3 problems"
-    assert cells(lines[5])[3:] == ["+0.000", "+0.000 to +0.000", "0", "0", "1"]
-
-
-def test_a_run_folder_stands_for_its_newest_evaluation(tmp_path, capsys):
-    for step, score in ((0, 0.0), (8, 0.0), (10, 1.0)):
-        rollout_store.store_evaluation(tmp_path / "run" / "eval", step, [row(0, score)])
-    lines = printed(capsys, tmp_path / "run" / "eval" / "step_8.jsonl", tmp_path / "run").splitlines()
-    assert [cells(line)[1] for line in lines[4:6]] == ["0.000", "1.000"]
-
-
 # -- bad input
 
 

@@ -205,20 +205,3 @@ def test_every_reward_run_and_task_has_a_line_on_the_page():
     texts = "\n".join((ROOT / "gin" / name).read_text() for name in FILES if name.startswith("run/"))
     named = FILES | {*re.findall(r'^include "(task/\w+\.gin)"', texts, re.MULTILINE)}
     assert {f"task/{path.name}" for path in (ROOT / "gin" / "task").glob("*.gin")} - named == TASKS_ELSEWHERE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "place"),
-    [
-        (["--gin_file", "run/arithmetic.gin"], "run/arithmetic.gin"),
-        (["--reward", "math", "--task", "arithmetic"], "arithmetic"),
-    ],
-)
-def test_a_line_of_the_page_is_what_the_command_prints(flags, place, capsys):
-    assert main(flags) == 0
-    out = capsys.readouterr().out
-    reward, _, best, gold = next(line for line in LINES if line[1] == place)
-    assert out.startswith(f"{reward} on ")
-    assert f"best without the answer: {best} (" in out
-    assert out.rstrip().endswith(f"the golds get {gold}")

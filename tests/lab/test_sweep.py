@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,10 +15,8 @@ import pytest
 from e2e.running import SMALL, TESTS, Forked, metrics
 from hypothesis import given
 
-from grpo_fn.core.display_text import escape_control
 from grpo_fn.lab import sweep as tool
 from grpo_fn.lab import trials as running
-from grpo_fn.lab.paired import paired_difference
 
 BASE = ["--gin_file", "run/arithmetic.gin", "--gin_file", str(SMALL)]
 
@@ -138,33 +135,6 @@ def test_a_setting_is_its_seeds_together_and_the_best_comes_first(values, lowest
     means = [one.mean for one in found if one.scores]
     assert means == sorted(means, reverse=not lowest)
     assert [bool(one.scores) for one in found] == sorted((bool(one.scores) for one in found), reverse=True)
-
-
-def test_settings_that_share_seeds_are_compared_over_those(tmp_path) -> None:
-    values = {("a", "0"): 0.5, ("a", "1"): 0.9, ("a", "2"): 0.7, ("b", "1"): 0.8, ("b", "2"): 0.5, ("c", "7"): 0.1}
-    text = tool.sweep_report(tmp_path, outcomes(values), "eval/accuracy", False)
-    first, second, third = read(tmp_path / "table.csv")
-    expected = paired_difference([0.9, 0.7], [0.8, 0.5])
-    assert (first["lr"], first["pairs"], first["to first"]) == ("a", "", "")
-    assert (second["lr"], second["pairs"], second["to first"]) == ("b", "2", "-0.15")
-    assert second["95 %"] == f"{expected.low:+.3g} to {expected.high:+.3g}"
-    assert second["worth"] == f"{expected.worth:.3g}"
-    assert (third["lr"], third["pairs"]) == ("c", "")
-    assert tool.PAIRED in text
-    assert tool.PAIRED in (tmp_path / "table.md").read_text()
-    alone = {key: value for key, value in values.items() if key[0] != "b"}
-    assert tool.PAIRED not in tool.sweep_report(tmp_path, outcomes(alone), "eval/accuracy", False)
-
-
-@given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12))
-def test_a_cell_of_the_markdown_table_reads_as_its_text(text) -> None:
-    """Without character entities of its own, on one line, and rendered as the text alone."""
-    cell = running.plain_or_code(text)
-    expected = escape_control(text).replace("\n", "\\n")
-    assert "\n" not in cell
-    assert len(re.findall(r"(?<!\\)\|", cell)) == 0
-    assert expected in cell.replace("\\|", "|")
-    assert cell == expected or cell[0] == cell[-1] == "`"
 
 
 # Running them ---------------------------------------------------------------------------------------------------------

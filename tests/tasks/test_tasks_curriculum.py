@@ -49,16 +49,6 @@ def test_each_stage_asks_its_levels_in_its_ratio_and_the_last_one_goes_on(seed, 
         assert asked == Counter({n: count * draws // sum(expected.values()) for n, count in expected.items()})
 
 
-@given(seeds, st.lists(stage, min_size=1, max_size=3))
-def test_each_level_is_walked_epoch_by_epoch_through_all_stages(seed, stages):
-    task, draws = made(stages, 1)
-    asked = train_problems(task, key(seed), 0, draws * (len(stages) + 1))
-    for level, size in SIZES.items():
-        prompts = [p.prompt for p in asked if p.meta["level"] == level]
-        for start in range(0, len(prompts) - size + 1, size):
-            assert sorted(prompts[start : start + size]) == [f"{level}.{i}" for i in range(size)]
-
-
 def test_the_task_counts_the_rows_of_its_levels_and_keeps_the_held_out_set():
     task, _ = made([{1: 1, 2: 1, 3: 0}], 1)
     assert (task.size, len(task.rows), task.test) == (5, 5, base().test)

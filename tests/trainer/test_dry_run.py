@@ -50,16 +50,13 @@ def step(shape: dict[str, object], groups: int, size: int, prompt: int, new: int
 TRAINING = {
     "train-0.5b*": (1.59, step(HALF, 4, 16, 128, 1024, micro_tokens=8320, compiled=False)),
     "train-1.5b-compiled*": (2.43, step(LARGE, 4, 16, 128, 1024, micro_tokens=8320)),
-    "step*": (3.31, step(HALF, 32, 16, 128, 512)),
     "a whole run*": (2.90, step(HALF, 64, 8, 115, 512)),
     "memory": (1.60, step(LARGE, 4, 8, 128, 256, micro_tokens=2048, compiled=False, adapted=True, recomputed=True)),
     "train-1.5b, H200": (1.93, step(LARGE, 4, 16, 128, 1024, micro_tokens=8320, compiled=False)),
 }
 SAMPLING = {
     "decode-0.5b": (0.623, step(HALF, 16, 16, 128, 256)),
-    "256 rows of 512 tokens": (1.336, step(HALF, 16, 16, 128, 512)),
     "1,024 rows of 512 tokens": (3.124, step(HALF, 64, 16, 128, 512)),
-    "step": (1.88, step(HALF, 32, 16, 128, 512)),
     "a whole run": (2.05, step(HALF, 64, 8, 115, 512)),
     "memory*": (1.16, step(LARGE, 4, 8, 128, 256, adapted=True)),
 }

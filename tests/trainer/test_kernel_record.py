@@ -45,13 +45,6 @@ def a_run(device: str, *others: dict[str, str], run_dir: Path = Path()) -> Train
     return run
 
 
-def test_on_a_cpu_nothing_is_chosen_or_exchanged() -> None:
-    run = a_run("cpu", {"head": "another"})
-    assert chosen_kernels(run) == {}
-    check_same_kernels(run, "before step 1")
-    assert settle_kernels(run, 1) == []
-
-
 def test_on_a_card_blocks_head_and_decoding_are_named_once_there_is_an_engine(monkeypatch) -> None:
     monkeypatch.setattr(recording, "choose_head_kernels", lambda device: SimpleNamespace(kernels=PlainKernels()))
     on_cpu = SimpleNamespace(empty=lambda *_, dtype, device: torch.empty(0, dtype=dtype))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_fn.eval import __main__ as evaluating
 from grpo_fn.run import main
 from grpo_fn.shell.sampler.local.local_sampler import local
 from grpo_fn.shell.vllm import vllm_sampler, vllm_servers, vllm_transfer
@@ -40,15 +39,6 @@ def test_a_run_without_its_engine_ends_before_anything_is_made_and_its_dry_run_d
     assert re.fullmatch(said + "\n", capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
     assert main([*flags, "--dry_run", "--run_dir", str(tmp_path / "run")]) == 0  # it may be about another machine
-
-
-def test_an_evaluation_without_its_engine_ends_before_anything_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = [*COLOCATED, "--model", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]
-    assert evaluating.main(argv) == 2
-    assert re.fullmatch(INSTALL + "\n", capsys.readouterr().err)
-    assert not (tmp_path / "out").exists()
 
 
 def served(transfer: partial) -> partial:

@@ -11,7 +11,7 @@ import pytest
 from e2e.running import metrics
 from e2e.test_recipes import SIGNAL, TINY, data_of, flags, instructions, learnt
 
-from experiments.tiny.models import Sizes, make_random
+from grpo_fn.shell.model.tiny import Qwen2Sizes, make_random
 
 __all__ = ["instructions"]  # a fixture that data_of asks for
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -19,7 +19,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 PATIENCE = 300.0  # seconds; a process that imports vLLM, and two steps
 SMALLER = {"vllm_sampler.colocated_sampler.enforce_eager": True, "vllm_sampler.colocated_sampler.kv_cache_bytes": 2**26}
 # A problem of MATH in bytes; heads of 32, the narrowest of vLLM's.
-SHAPE = Sizes(vocabulary=300, hidden=64, layers=2, heads=2, kv_heads=1, intermediate=96, positions=8192)
+SHAPE = Qwen2Sizes(vocabulary=300, hidden=64, layers=2, heads=2, kv_heads=1, intermediate=96, positions=8192)
 
 
 @pytest.fixture
