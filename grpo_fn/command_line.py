@@ -176,28 +176,42 @@ def first_on_host(text: str) -> bool:
     return True
 
 
+def quiet_libraries() -> None:
+    """Have libraries keep to themselves what they warn of while they are imported."""
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def bad_input(error: ValueError | OSError) -> tuple[int, str] | None:
+    """The exit code and the line for an error that is bad input or a full disk; None for one that keeps its traceback.
+
+    An error with notes is no bad input: they are put on what is raised once work has begun. A disk that is full by then
+    is one line with the notes all the same, and so is a function that does not fit its knob.
+    """
+    full, notes = getattr(error, "errno", None) in FULL, getattr(error, "__notes__", [])
+    if notes and not full and not isinstance(error, FunctionMisfit):
+        return None
+    return EXIT_FULL if full else EXIT_BAD_INPUT, "; ".join([str(error), *notes])
+
+
 def exit_code(work: Callable[[], int], *, interrupted: str, quiet: bool = False) -> int:
     """What `work` returns; 2 and one line for bad input, 74 for a full disk, 130 or 143 and `interrupted` for a signal.
 
-    SIGINT (Ctrl-C) is 130 and SIGTERM 143; training notes both and saves instead, once it has begun. An error with
-    notes is no bad input: they are put on what is raised once work has begun, and it keeps its traceback; a disk that
-    is full by then is one line with the notes all the same, and so is a function that does not fit its knob. `quiet`
-    drops what this process prints on standard output.
+    SIGINT (Ctrl-C) is 130 and SIGTERM 143; training notes both and saves instead, once it has begun. An error that is
+    no `bad_input` keeps its traceback. `quiet` drops what this process prints on standard output.
     """
-    for name in QUIET:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_libraries()
     try:
         with sigterm_interrupts(), silenced_output() if quiet else nullcontext():
             return work()
     except (ValueError, OSError) as error:
-        full, notes = getattr(error, "errno", None) in FULL, getattr(error, "__notes__", [])
-        if notes and not full and not isinstance(error, FunctionMisfit):
+        if (refusal := bad_input(error)) is None:
             raise
+        code, text = refusal
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        text = "; ".join([str(error), *notes])
         if first_on_host(text):
             print(f"{who}error: {escape_control(text)}", file=sys.stderr)
-        return EXIT_FULL if full else EXIT_BAD_INPUT
+        return code
     except KeyboardInterrupt as signalled:
         print(interrupted, file=sys.stderr)
         return EXIT_TERMINATED if isinstance(signalled, Terminated) else EXIT_INTERRUPTED

@@ -123,9 +123,9 @@ def launch_training(args: argparse.Namespace, ready: str) -> int:
 
     config = load_config(args.gin_file, args.gin_param)
     kwargs = config.kwargs()
-    from grpo_fn import train
+    from grpo_fn.train import EngineRefused, RunRequest, launch
 
-    request = train.RunRequest(
+    request = RunRequest(
         config=config,
         run_dir=args.run_dir,
         dry_run=args.dry_run,
@@ -134,11 +134,11 @@ def launch_training(args: argparse.Namespace, ready: str) -> int:
         force=args.force,
     )
     try:
-        code = train.launch(request, kwargs)
+        code = launch(request, kwargs)
         if args.dry_run:
             print(*(["", config.text] if args.show_config else []), f"ready: {ready}", sep="\n", flush=True)
         return code
-    except train.EngineRefused as error:  # where in the engine or the probe it was found out is no news to anyone
+    except EngineRefused as error:  # where in the engine or the probe it was found out is no news to anyone
         if first_on_host(str(error)):
             notes = getattr(error, "__notes__", [])
             print(f"error: {escape_control('; '.join([str(error), *notes]))}", file=sys.stderr, flush=True)

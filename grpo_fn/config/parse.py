@@ -3,6 +3,7 @@
 gin-config is pinned, so its tables `_CONFIG` and `_REGISTRY` are read directly.
 """
 
+import importlib.util
 import os.path
 import re
 import sys
@@ -27,7 +28,7 @@ from grpo_fn.config.resolve import (
     full_name,
     functions,
     knobs_of,
-    search_working_folder,
+    search_folder,
 )
 from grpo_fn.core.display_text import suggest_name
 
@@ -50,9 +51,9 @@ def parse_gin(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
 
     gin keeps its state in the module; it is empty again when this returns or raises.
     """
-    search_working_folder()
-    if (GIN_FOLDER.parent / "experiments").is_dir() and str(GIN_FOLDER.parent) not in sys.path:
-        sys.path.append(str(GIN_FOLDER.parent))  # gin files of a clone import experiments/tiny, wherever they run
+    search_folder(Path.cwd())
+    if (GIN_FOLDER.parent / "experiments").is_dir():
+        search_folder(GIN_FOLDER.parent)  # gin files of a clone import experiments/tiny, wherever they run
     bindings, imports = Bindings(), []
     for file in gin_files:
         scan_imports(file, (), bindings, imports)
@@ -76,6 +77,20 @@ def parse_gin(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
     labels = {key: "/".join(filter(None, [key[0], full_name(key[1])])) for key in bindings.knobs}
     complain([p for key, knobs in bindings.knobs.items() for p in bad_names(labels[key], key[1], knobs)])
     return bindings
+
+
+def overlay_text(gin_files: Sequence[str], gin_params: Sequence[str]) -> str:
+    """The files with the parameters on top as one gin file that includes them; imports none of their modules.
+
+    Raises ValueError for a syntax error, for a parameter of another form and for one of a module that there is not.
+    """
+    bindings, imports = Bindings(), []
+    for file in gin_files:
+        scan_imports(file, (), bindings, imports)
+    lines = [param_statement(param, bindings, imports).split("\n") for param in gin_params]
+    needed = sorted({line for _, *needed, _ in lines for line in needed})
+    includes = [f'include "{file}"' for file in gin_files]
+    return "\n".join([DYNAMIC_LINE, *needed, "", *includes, "", *(line[-1] for line in lines)]) + "\n"
 
 
 def parse_param(param: str, statement: str, bindings: Bindings) -> None:
@@ -139,8 +154,13 @@ class Listener(config_parser.ParserDelegate):
 
 
 def scan_imports(file: str, chain: tuple[Path, ...], bindings: Bindings, imports: list[ImportStatement]) -> None:
-    """Note imports and macros of a file and its includes; syntax errors show before any module is imported."""
+    """Note imports and macros of a file and its includes; syntax errors show before any module is imported.
+
+    The folder of a file is searched for modules that it imports, after all others.
+    """
     path = find(file, chain)
+    if not path.resolve().is_relative_to(GIN_FOLDER):
+        search_folder(path.resolve().parent)
     if path in chain:
         raise ValueError(f"{chain[-1]}: got an include of {path}, which includes this file, expected no circle")
     listener, dynamic = Listener(), False
@@ -228,7 +248,7 @@ def param_statement(param: str, bindings: Bindings, imports: list[ImportStatemen
 
 
 def imports_of(selector: str, flag: str, imports: list[ImportStatement]) -> list[str]:
-    """The files' import lines that give the module of `module.function` its meaning."""
+    """The files' import lines that give the module of `module.function` its meaning; else an import of that module."""
     name, _, function = selector.partition(".")
     modules = [line for line in imports if line.module != DYNAMIC]
     named = [line for line in modules if line.bound_name() == name]
@@ -236,6 +256,8 @@ def imports_of(selector: str, flag: str, imports: list[ImportStatement]) -> list
     meanings = {line.module if line.is_from or line.alias else name for line in named}
     if len(meanings) == 1:
         return [line.format() for line in named]
+    if not named and (module := importable_module(selector)):
+        return [f"import {module}"]
     names = sorted({line.bound_name() for line in modules})
     got = f"{name}, which stands for {' and for '.join(sorted(meanings))}" if meanings else name
     expected = f"a module that the gin files import, one meaning each: {comma_list(names)}"
@@ -246,6 +268,15 @@ def imports_of(selector: str, flag: str, imports: list[ImportStatement]) -> list
     ]
     hint = f"; there is {comma_list(owners)}" if owners else suggest_name(name, names)
     raise ValueError(f"{flag}: got {got}, expected {expected}{hint}")
+
+
+def importable_module(selector: str) -> str:
+    """The module of `package.module.function` if there is one; an empty text otherwise."""
+    module = selector.rpartition(".")[0]
+    try:
+        return module if importlib.util.find_spec(module) is not None else ""
+    except (ImportError, ValueError):  # of a package in front of it
+        return ""
 
 
 def parse(parser: Callable[[str], Any], what: str, flag: str) -> None:

@@ -6,13 +6,13 @@ Every name is checked against the signature that it claims to fit. `bind_functio
 import hashlib
 import importlib
 import inspect
-import os
 import sys
 from ast import literal_eval
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from inspect import Parameter
+from pathlib import Path
 from typing import Any
 
 from grpo_fn.core.display_text import suggest_name
@@ -89,11 +89,10 @@ def full_name(target: Any) -> str:
     return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', repr(target))}"
 
 
-def search_working_folder() -> None:
-    """Let modules of the working folder be imported by tools and console scripts too, not under `python -m` alone."""
-    here = os.getcwd()
-    if not {"", here} & {*sys.path}:
-        sys.path.append(here)
+def search_folder(folder: Path) -> None:
+    """Let modules of a folder be imported, after all others: `python -m` alone does so for the working folder."""
+    if not {str(folder), "" if folder == Path.cwd() else str(folder)} & {*sys.path}:
+        sys.path.append(str(folder))
 
 
 def comma_list(names: Iterable[str]) -> str:
@@ -401,7 +400,7 @@ def _function(name: str, short: Sequence[str]) -> Callable[..., Any]:
     module, _, function = name.rpartition(".")
     if not module or not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"got {name!r}, expected {comma_list(short)} or module.function{suggest_name(name, short)}")
-    search_working_folder()
+    search_folder(Path.cwd())
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -116,7 +116,9 @@ def file(fields: Sequence[str], *, path: str) -> Iterator[Row]:
         yield from reader(found, fields)
 
 
-def hub(fields: Sequence[str], *, name: str, config: str, split: str, revision: str) -> Iterator[Row]:
+def hub(
+    fields: Sequence[str], *, name: str, config: str = "", split: str = "train", revision: str = ""
+) -> Iterator[Row]:
     """The rows of a split of a hub dataset, or of a folder that the `datasets` library can load; needs that library.
 
     Args:
@@ -243,16 +245,41 @@ def hold_out(*, rows: Sequence[Source], test_size: int) -> Task:
     return made._replace(notes=(*usable.notes, *made.notes))
 
 
+def field_text(value: Any) -> str | None:
+    """A text as it is, a whole number without a decimal point (27.0 is "27"), others as Python has them.
+
+    Args:
+        value: what a field of a row holds.
+
+    Returns:
+        The text; None for null.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    match value:
+        case None:
+            return None
+        case str():
+            return value
+        case int() if not isinstance(value, bool):
+            return str(value)
+        case float() if math.isfinite(value):
+            # Beyond 2**53 a float no longer says which whole number was meant.
+            return str(int(value)) if value.is_integer() and abs(value) <= 2**53 else repr(value)
+    raise ValueError(f"got {type(value).__name__} {str(value)[:80]!r}, expected text or a finite number")
+
+
 def read_problems(
     *,
     read: Reader,
-    source: str,
-    prompt_field: str,
-    answer_field: str,
-    meta_fields: Sequence[str],
-    gold: Callable[[Any], str | None],
-    template: str,
-    size: int,
+    source: str = "rows",
+    prompt_field: str = "prompt",
+    answer_field: str = "answer",
+    meta_fields: Sequence[str] = (),
+    gold: Callable[[Any], str | None] = field_text,
+    template: str = "{prompt}",
+    size: int = 0,
 ) -> list[Problem]:
     """The first rows that `read` finds, as problems.
 
@@ -287,7 +314,13 @@ def read_problems(
 
 
 def read_demonstrations(
-    *, read: Reader, source: str, prompt_field: str, completion_field: str, template: str, size: int
+    *,
+    read: Reader,
+    source: str = "rows",
+    prompt_field: str = "prompt",
+    completion_field: str = "completion",
+    template: str = "{prompt}",
+    size: int = 0,
 ) -> list[Problem]:
     """The first rows that `read` finds, as problems with the completion that each is to be answered with.
 
@@ -334,31 +367,6 @@ def _read(
     if not problems:
         raise ValueError(f"{source}: got no rows, expected at least one")
     return problems
-
-
-def field_text(value: Any) -> str | None:
-    """A text as it is, a whole number without a decimal point (27.0 is "27"), others as Python has them.
-
-    Args:
-        value: what a field of a row holds.
-
-    Returns:
-        The text; None for null.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    match value:
-        case None:
-            return None
-        case str():
-            return value
-        case int() if not isinstance(value, bool):
-            return str(value)
-        case float() if math.isfinite(value):
-            # Beyond 2**53 a float no longer says which whole number was meant.
-            return str(int(value)) if value.is_integer() and abs(value) <= 2**53 else repr(value)
-    raise ValueError(f"got {type(value).__name__} {str(value)[:80]!r}, expected text or a finite number")
 
 
 def _all(sources: Sequence[Source]) -> list[Problem]:

@@ -86,6 +86,7 @@ class RunRequest:
     ranks: int  # of a dry run, evenly on so many hosts
     hosts: int
     force: bool
+    on_step: Callable[[int, Mapping[str, float]], object] | None = None  # called after a step, on the main rank
 
 
 @dataclass(frozen=True)

@@ -271,6 +271,8 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
         loggers.write(MetricsWriter.scalars, step, figures)
         if loggers.console is not None:
             loggers.console.step(figures)
+    if run.request.on_step is not None and run.world.main:
+        run.request.on_step(step, figures)
     loggers.history[:] = health.trim_history([*loggers.history, health.history_line(step, figures)])
     progress.state = RunState(step, run.settings.seed)
 

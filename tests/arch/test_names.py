@@ -15,6 +15,8 @@ SHARED = {
     "environment": "an environment's module has one: gin binds @tool_use.environment()",
     "start": "the two functions of every environment",
     "step": "the two functions of every environment",
+    "train": "grpo_fn.train is the call from Python, train.train the root that gin binds",
+    "evaluate": "grpo_fn.evaluate is the call from Python, that of trainer.evaluation measures two samplers",
 }
 # Participles that are the field's own names, and why.
 TERMS = {"boxed": "the reward for \\boxed{...}", "split": "jax.random.split"}

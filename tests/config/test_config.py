@@ -589,7 +589,6 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launch: Callable[.
     """`main` on RUN with another train module."""
     (tmp_path / "x.gin").write_text(RUN)
     monkeypatch.setitem(sys.modules, "grpo_fn.train", FakeTrain(launch))
-    monkeypatch.setattr("grpo_fn.train", FakeTrain(launch), raising=False)
     return run.main(["--gin_file", str(tmp_path / "x.gin"), *flags])
 
 

@@ -14,7 +14,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 FILES = sorted([*(PROJECT / "gin").rglob("*.gin"), *(PROJECT / "experiments").rglob("*.gin")])
 # What starts a run: the ready ones, and an experiment's own.
 RUNS = [p for p in FILES if PROJECT / "gin" / "run" in p.parents or p.name == "run.gin"]
-DUMMIES = {"MODEL": "some/model", "DATA": "some/data"}
+DUMMIES = {"MODEL": "some/model", "DATA": "some/data", "REWARD": "@grpo_fn.rewards.math.correct"}
 
 
 def named(path: Path) -> str:
@@ -22,7 +22,7 @@ def named(path: Path) -> str:
 
 
 def dummies(path: Path) -> list[str]:
-    """MODEL and DATA, where the file uses them without a value of its own."""
+    """MODEL, DATA and REWARD, if the file uses them and has no value for them."""
     bindings = parse_gin([str(path)], [])
     return [f"{name}={value}" for name, value in DUMMIES.items() if name in bindings.used_at.keys() - bindings.macros]
 

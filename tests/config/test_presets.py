@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_fn import train
 from grpo_fn.algo import objective
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.config import load_config, parse_gin
 from grpo_fn.config.parse import GIN_FOLDER
 from grpo_fn.config.resolve import Bindings, Node, canonical_text, fill_macros, resolve
+from grpo_fn.train import MACROS, train
 from grpo_fn.trainer.sections import Settings
 from grpo_fn.trainer.validate import check_algorithm
 
@@ -110,8 +110,8 @@ def test_a_preset_over_another_is_the_preset_alone() -> None:
     """Over all of them: a knob that one leaves behind has the value that the last of them binds."""
     for name in PRESETS:
         laid = over(PRESETS, name)
-        fill_macros(laid, train.MACROS)
-        text = canonical_text(resolve(laid, train.train, ["algorithm"]).knobs["algorithm"])
+        fill_macros(laid, MACROS)
+        text = canonical_text(resolve(laid, train, ["algorithm"]).knobs["algorithm"])
         assert text == canonical_text(algorithm(name)), name
     files = ["run/arithmetic.gin", "algo/chord.gin", "algo/dr_grpo.gin"]  # as the program lays one over another
     assert load_config(files, []).root.knobs["algorithm"] == algorithm("dr_grpo")

@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 from torch.distributed import run as torchrun
 
-from grpo_fn import train
 from grpo_fn.__main__ import command_module
 from grpo_fn.command_line import COMMANDS
 from grpo_fn.config import load_config, parse_gin
 from grpo_fn.config.resolve import used_macros
+from grpo_fn.train import MACROS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 GIN = [*sorted((ROOT / "gin").rglob("*.gin")), *sorted((ROOT / "experiments").glob("*/*.gin"))]
@@ -112,7 +112,7 @@ def check_flags(name: str, words: list[str]) -> None:
     assert all(map(os.path.exists, paths)), f"got {files}, expected gin files of the repository"
     if name == "grpo_fn.run" and files and len(files) == len(args.gin_file):
         bindings = parse_gin(paths, args.gin_param)
-        unbound = used_macros(bindings) - bindings.macros.keys() - train.MACROS.keys()
+        unbound = used_macros(bindings) - bindings.macros.keys() - MACROS.keys()
         load_config(paths, [*args.gin_param, *(f"{macro}='x'" for macro in sorted(unbound))])
 
 

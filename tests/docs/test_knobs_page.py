@@ -8,9 +8,9 @@ from pathlib import Path
 import page_tables
 import pytest
 
-from grpo_fn import train
 from grpo_fn.config import load_config, parse_gin
 from grpo_fn.config.resolve import Node, bad_names, used_macros
+from grpo_fn.train import MACROS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration" / "knobs.md"
@@ -43,7 +43,7 @@ def test_every_knob_that_a_run_resolves_to_has_a_row() -> None:
     pairs, knobs = {(target, name.rpartition(".")[2]) for target, name, _ in rows()}, []
     for path in sorted((ROOT / "gin" / "run").glob("*.gin")):
         bindings = parse_gin([str(path)], [])
-        macros = used_macros(bindings) - bindings.macros.keys() - train.MACROS.keys()
+        macros = used_macros(bindings) - bindings.macros.keys() - MACROS.keys()
         root = load_config([str(path)], [f"{name}='dummy'" for name in sorted(macros)]).root
         knobs += [(node.target, knob) for node in nodes_of(root) for knob in node.knobs]
     assert len(knobs) > 1000

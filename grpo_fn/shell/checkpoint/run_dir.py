@@ -19,6 +19,7 @@ FOLDERS = ("tensorboard", "rollouts", "checkpoints")
 MARKER = "run.json"
 SEED_KNOBS = ("train.train.seed", "models.TinyModel.seed")  # what a configuration is repeated over
 LOCK = "run.lock"
+USER_CODE = "user_code_"  # modules with functions of a script or notebook (`grpo_fn.api.UserCode`)
 SHOWN = 10
 
 # Descriptors of the locks this process holds. They stay open until it ends: closing any descriptor of a file drops
@@ -81,6 +82,7 @@ def _check_kind(run_dir: Path) -> None:
     names = sorted(p.name for p in run_dir.iterdir()) if run_dir.is_dir() else []
     # A process killed while it made the folder leaves some of these and no marker yet.
     ours = {LOCK, "config.gin", ".config.gin.tmp", f".{MARKER}.tmp", *FOLDERS}
+    ours |= {name for name in names if name == "__pycache__" or name.startswith(USER_CODE)}
     if MARKER not in names and not ours.issuperset(names):
         raise ValueError(f"got run folder {run_dir} with {names[:5]}, expected an empty one or one with {MARKER}")
 
@@ -101,6 +103,12 @@ def _hold(run_dir: Path) -> None:
     os.ftruncate(fd, 0)
     os.write(fd, f"{os.getpid()}\n".encode())
     _held[path] = fd
+
+
+def leave_run(run_dir: Path) -> None:
+    """Let other processes into a run folder that this one holds, if it does."""
+    if (fd := _held.pop((run_dir / LOCK).resolve(), None)) is not None:
+        os.close(fd)
 
 
 def keep_lock(run_dir: Path) -> None:
