@@ -21,7 +21,7 @@ def correct(problem: Problem, completion: Completion) -> float | None:
     that is a plain number a sum or product that is still to be done is no answer; a closed form of it, 5! or i^4, is
     one here and none for `correct_evaluated`.
     """
-    return verify_answer(problem.answer, completion.text)
+    return verify_answer(problem.answer, completion.text, problem.prompt)
 
 
 def correct_evaluated(problem: Problem, completion: Completion) -> float | None:
@@ -30,10 +30,11 @@ def correct_evaluated(problem: Problem, completion: Completion) -> float | None:
     A gold that is a plain number gets a number, a fraction or a power. No function may be left that the gold does not
     use itself: where a prompt asks for `\binom{8}{4}`, to copy it is no answer.
     """
-    return judge(problem.answer, completion.text, marked_answer(completion.text)).evaluated
+    return judge(problem.answer, completion.text, marked_answer(completion.text), problem.prompt).evaluated
 
 
 def lenient(problem: Problem, completion: Completion) -> float | None:
     """1 iff the answer equals the gold, worked out or not; without a marked answer, the last formula or number."""
     answer = marked_answer(completion.text)
-    return judge(problem.answer, completion.text, last_value(completion.text) if answer is None else answer).lenient
+    answer = last_value(completion.text) if answer is None else answer
+    return judge(problem.answer, completion.text, answer, problem.prompt).lenient

@@ -82,6 +82,8 @@ def equal(gold: Any, answer: Any) -> bool:
         return len(items) == len(given) and _paired(items, given, anyhow=isinstance(gold, sympy.FiniteSet))
     if gold == answer:
         return True
+    if answer.has(sympy.binomial):
+        answer = sympy.expand_func(answer)
     if not gold.has(sympy.Float):  # a decimal is the fraction that it says
         answer = without_decimals(answer)
     if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr) and _differ(gold, answer):
@@ -167,13 +169,14 @@ def _paired(gold: Sequence[Any], answer: Sequence[Any], *, anyhow: bool) -> bool
 
 
 def _same_number(gold: sympy.Expr, answer: sympy.Expr) -> bool:
-    """A gold of 50 % is 50 % or its value; where only the answer has the sign, the gold's size says what it means."""
+    """A sign that only one side has is a unit where the gold's number is 1 or more: 50 for 50 %, as is 0.5."""
     share, given = _percent(gold), _percent(answer)
-    if share is None and given is None:
-        return same_value(gold, answer)
+    if given is None:
+        is_unit = share is None or (abs(share.evalf()) >= 1 and same_value(share, answer))
+        return is_unit if share is not None and is_unit else same_value(gold if share is None else share / 100, answer)
     if share is None:
         return same_value(gold, given if abs(gold.evalf()) >= 1 else given / 100)
-    return same_value(share, given) if given is not None else same_value(share / 100, answer)
+    return same_value(share, given)
 
 
 def _percent(number: sympy.Expr) -> sympy.Expr | None:
@@ -341,6 +344,42 @@ def _rounds_to(exact: Fraction, places: int, decimal: Fraction) -> bool:
     unit = Fraction(1, 10**places)
     cut = unit * int(exact / unit)
     return abs(exact - decimal) * 2 <= unit or decimal == cut
+
+
+# -- names and their values: "y = -1, x = 3" is (3, -1)
+
+
+_NAMED = re.compile(r"\s*([A-Za-z]|\\(?:alpha|beta|theta|lambda|mu|phi))\s*=([^=<>]+)")
+_NAMED_TUPLE = re.compile(
+    r"\s*\(\s*([A-Za-z](?:\s*,\s*[A-Za-z])+)\s*\)\s*=\s*(?:\\left)?\((.*?)(?:\\right)?\)[\s.$]*", re.DOTALL
+)
+_POINT = re.compile(r"[\s$]*(?:\\left)?\(([^()]*(?:\([^()]*\)[^()]*)*)\)[\s.$]*")
+_BETWEEN = re.compile(r",(?![^(\[{]*[)\]}])|\\(?:text|mbox|mathrm)\s*\{[\s,]*and[\s,]*\}|\band\b")
+
+
+def without_names(gold: str, answer: str) -> tuple[str, str]:
+    """Gold and answer, of which names with their values are a point in the order of the names."""
+    expected, given = _point_of_names(gold), _point_of_names(answer)
+    if expected and given:
+        return (expected[1], given[1]) if expected[0] == given[0] else (gold, answer)
+    if given and _POINT.fullmatch(gold):
+        return gold, given[1]
+    if expected and _POINT.fullmatch(answer):
+        return expected[1], answer
+    return gold, answer
+
+
+def _point_of_names(text: str) -> tuple[list[str], str] | None:
+    """The names in order and their values as a point, of "x = 3, y = -1" and "(x, y) = (3, -1)"."""
+    if named := _NAMED_TUPLE.fullmatch(text):
+        pairs = list(zip(re.split(r"\s*,\s*", named[1]), _BETWEEN.split(named[2]), strict=False))
+    else:
+        found = [_NAMED.fullmatch(part) for part in _BETWEEN.split(re.sub(r"\\[,;:! ]|~|\$|\\quad", " ", text))]
+        pairs = [(pair[1], pair[2].rstrip(" .")) for pair in found if pair] if all(found) else []
+    values = dict(pairs)
+    if len(pairs) < 2 or len(values) < len(pairs):
+        return None
+    return sorted(values), f"({', '.join(values[name] for name in sorted(values))})"
 
 
 # -- inequalities in one letter, as intervals: "1 < x \le 3" is (1, 3]

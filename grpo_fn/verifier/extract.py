@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from grpo_fn.verifier.spelling import latin_digits
+from grpo_fn.verifier.spelling import SCALE, latin_digits
 
 # -- the boxes of a text
 
@@ -23,6 +23,13 @@ _MENTION = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])")
 _BARE = re.compile(
     r"[+−-]?\s?[0-9][0-9.,/]*|\\(?!boxed|fbox)[A-Za-z]{2,12}(?:\{(?:[^{}]|\{[^{}]{0,64}\}){0,64}\}){0,2}"
 )
+# What makes another number of a box: a minus or a digit before it; a digit, a power, a factor or a divisor behind it.
+_MINUS_BEFORE = re.compile(r"(?:(?<![-−–])[-−]|[$=({\[][ \t]*[-−][ \t]*)\Z")
+_FACTOR_BEFORE = re.compile(r"[0-9][.,]?\Z")
+_FACTOR_BEHIND = re.compile(
+    r"[.,]?[0-9]|\s?\^\s?\{?\s?[0-9A-Za-z(+-]|\s?(?:\\(?:pi|sqrt|[dtc]?frac|cdot|times)(?![A-Za-z])|[*/+]\s?[0-9(\\])|-[0-9(\\]"
+)
+_SIMPLE = re.compile(r"\s*[0-9.,/]+\s*|\s*\\[A-Za-z]+[^+-]*")
 _DOUBLED = re.compile(r"\s*(\{(?:[^{}]|\{[^{}]{0,64}\}){1,256}\})[\s$.]{0,16}\Z")
 
 _NAME = r"[A-Za-z](?:_\{?[0-9A-Za-z]\}?)?\s*="
@@ -35,7 +42,7 @@ _LEADING_NAME = re.compile(rf"\s*{_NAME}")
 
 
 class Box(NamedTuple):
-    """A box: where it begins and ends in its text, and what is in it; None where it never closes."""
+    """A box: where it begins and ends in its text, and what is in it; None where it is not a whole answer."""
 
     start: int
     end: int
@@ -60,18 +67,29 @@ def find_boxes(text: str) -> list[Box]:
         elif mark == "}":
             box = opened.pop() if opened else None
             if box is not None and box[0] == newest:
-                found.append(Box(newest, token.end(), text[box[1] : token.start()]))
+                found.append(_whole_box(text, newest, token.end(), text[box[1] : token.start()]))
         elif token[1]:
             newest = token.start()
             opened.append((newest, token.end()))
         elif len(mark) > 2 and (bare := _BARE.match(text, token.end())):
             newest = token.start()
-            found.append(Box(newest, bare.end(), bare.group()))
+            found.append(_whole_box(text, newest, bare.end(), bare.group()))
     unclosed = next((box for box in opened if box is not None and box[0] == newest), None)
     if unclosed is not None:
         doubled = _DOUBLED.match(text, unclosed[1])
         found.append(Box(newest, len(text), doubled[1] if doubled else None))
     return found
+
+
+def _whole_box(text: str, start: int, end: int, inside: str) -> Box:
+    r"""A box with the minus before it; `\boxed{7}0` and `\boxed{7}^2` are no whole answers."""
+    before = text[max(0, start - 16) : start]
+    if _FACTOR_BEFORE.search(before) or _FACTOR_BEHIND.match(text, end):
+        return Box(start, end, None)
+    if minus := _MINUS_BEFORE.search(before):
+        negative = f"-{inside.strip()}" if _SIMPLE.fullmatch(inside) else f"-({inside})"
+        return Box(start - len(minus.group().lstrip("$=({[")), end, negative)
+    return Box(start, end, inside)
 
 
 def as_list(parts: Sequence[str]) -> str:
@@ -95,12 +113,13 @@ _THOUGHT = re.compile(r"<(/?)think(?:ing)?>", re.I)
 # Thousands in prose, 1 000 too, or else a decimal comma.
 _DIGITS = r"(?:[0-9]{1,3}(?:[, \u00a0\u202f\u2009][0-9]{3})+(?![0-9])|[0-9]+,[0-9]{1,2}(?![0-9,])|[0-9]+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
-_PERCENT = r"\s*(?:\\?%|\\text\s*\{\s*percent\s*\}|(?:percent|percentage|pct)\b)"
+_PERCENT = r"\s{0,8}(?:\\?%|\\text\s*\{\s*percent\s*\}|(?:percent|percentage|pct)\b)"
 _LAST_NUMBER = re.compile(
     rf"(?<![0-9.])(?<![0-9]/)(?:(?<![A-Za-z])|(?<=Rs)|(?<=RM)|(?<=USD))(?:(?<![A-Za-z)\]}}])[+-])?{_UNSIGNED}"
     rf"(?:/[0-9]+)?(?:{_PERCENT})?"
 )
-_PERCENT_BEHIND = re.compile(rf"\s*\$?{_PERCENT}")
+_PERCENT_BEHIND = re.compile(rf"\s{{0,8}}\$?{_PERCENT}")
+_SCALE_BEHIND = re.compile(rf"\s{{0,8}}\$?\s{{0,8}}(?:\\text\s?\{{\s?)?({SCALE.pattern})", re.I)
 _FORMULA = re.compile(
     r"\$\$(?P<display>[^$]+)\$\$|(?<!\\)\$(?P<inline>[^$\n]*)(?<!\\)\$|\\\((?P<round>[^\n]*?)\\\)|\\\[(?P<square>.*?)\\\]"
     r"|(?P<bare>-?[0-9]*\s*\\[dtc]?frac\s*\{[^{}]*\}\s*\{[^{}]*\})|\\begin\{(?P<kind>align|aligned|gather|equation|eqnarray)(?P<star>\*?)\}(?P<lines>.*?)\\end\{(?P=kind)(?P=star)\}",
@@ -130,7 +149,7 @@ def marked_answer(text: str) -> str | None:
     """The text that is marked as the answer, as written; None where nothing is. Time is linear in the text."""
     text = without_thoughts(text)
     if boxes := find_boxes(text):
-        return _with_percent(text, boxes)
+        return _joined(text, boxes)
     for marker in (_HASHES, _SAID):
         if mark := last_match(marker, text):
             said = _SENTENCE_END.split(text[mark.end() : mark.end() + 2 * LONGEST_ANSWER].lstrip(), maxsplit=1)[0]
@@ -138,21 +157,24 @@ def marked_answer(text: str) -> str | None:
     return None
 
 
-def _with_percent(text: str, parts: Sequence[Box]) -> str:
+def _joined(text: str, parts: Sequence[Box]) -> str:
     r"""The last part with those that a comma, a semicolon, "and" or "or" joins to it, as one list, or "".
 
-    The same part twice is one. A percent sign right behind it belongs to it, as in `\boxed{28}\%`.
+    The same part twice is one. What is right behind it belongs to it: `\boxed{28}\%`, `\boxed{3}` million.
     """
     if not parts or parts[-1].inside is None:
         return ""
-    chain = [parts[-1].inside]
+    last = parts[-1]
+    chain = [last.inside]
     for before, after in zip(parts[-2::-1], parts[:0:-1], strict=True):
         between = text[before.end : after.start]
         if before.inside is None or len(between) > LONGEST_JOINT or not JOINT.fullmatch(between):
             break
         chain.append(before.inside)
     joined = as_list(chain[::-1])
-    percent = joined and "%" not in joined and _PERCENT_BEHIND.match(text, parts[-1].end)
+    if scale := _SCALE_BEHIND.match(text, last.end):
+        return f"{joined} {scale[1]}"
+    percent = joined and "%" not in joined and _PERCENT_BEHIND.match(text, last.end)
     return rf"{joined}\%" if percent else joined
 
 
@@ -169,7 +191,7 @@ def last_value(text: str) -> str | None:
     number = last_match(_LAST_NUMBER, text)
     if number is not None and not (formulas and number.start() < formulas[-1].end):
         return number.group()
-    return _with_percent(text, formulas or every) or None
+    return _joined(text, formulas or every) or None
 
 
 def _formula(found: re.Match[str]) -> Box:

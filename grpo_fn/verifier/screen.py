@@ -16,7 +16,7 @@ MOST_BARS = 6  # |...| may nest in many ways, and the parser tries them all
 _GREEK = "alpha beta delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau"
 _GREEK += " upsilon phi varphi chi psi omega Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega pi ell imath"
 _FORMS = "frac dfrac tfrac cfrac sqrt cdot times div pm mp infty cup cap setminus in le leq leqslant ge geq geqslant lt"
-_FORMS += " gt left right bigl bigr Bigl Bigr big Big bigg Bigg lvert rvert mid vert langle rangle lbrace rbrace lbrack"
+_FORMS += " gt left right lvert rvert mid vert langle rangle lbrace rbrace lbrack"
 _FORMS += " rbrack approx emptyset varnothing mathbb circ degree angle triangle overline bar vec hat prime quad qquad"
 _FORMS += " text mathrm mathit mathsf mbox textit textnormal textrm mathcal colon exp"
 _FUNCTIONS = "sin cos tan sec csc cot arcsin arccos arctan log ln lg binom dbinom tbinom"
@@ -33,10 +33,11 @@ _TOKEN = re.compile(r"\\(?:[A-Za-z]+|.)|[0-9]+|\S", re.DOTALL)
 _OPENS, _CLOSES = {"(", "[", "{", r"\{", r"\lbrace", r"\lbrack"}, {")", "]", "}", r"\}", r"\rbrace", r"\rbrack"}
 _BARS = {"|", r"\|", r"\vert", r"\mid", r"\lvert", r"\rvert", r"\langle", r"\rangle"}
 # What the parser passes over, or takes away before it reads.
-_NOTHING = {r"\left", r"\right", r"\bigl", r"\bigr", r"\Bigl", r"\Bigr", r"\big", r"\Big", r"\bigg", r"\Bigg"}
-_NOTHING |= {r"\,", r"\;", r"\:", r"\!", "\\ ", r"\quad", r"\qquad", r"\$", "$", "~", '"', "'"}
+_NOTHING = {r"\left", r"\right", r"\,", r"\;", r"\:", r"\!", "\\ ", r"\quad", r"\qquad", r"\$", "$", "~", '"', "'"}
 _LARGE = re.compile(r"\\[dt]?binom|!")
-_SMALL = re.compile(r"\\[dt]?binom\s*(?:\{\s*[0-9]{1,3}\s*\}\s*){2}|(?<![0-9}).])[0-9]{1,3}!(?!\s*!)")
+_SMALL = re.compile(
+    r"\\[dt]?binom\s*(?:\{\s*[0-9]{1,3}\s*\}\s*){2}|\\[dt]?binom\{[a-z](?:[+-][0-9]{1,2})?\}\{[0-9]\}|(?<![0-9}).])[0-9]{1,3}!(?!\s*!)"
+)
 _RATIO = re.compile(r"\\[dtc]?frac\{([0-9]+)\}\{[0-9]+\}|([0-9]+)/[0-9]+")
 _DIGITS = re.compile(r"[0-9]+")
 _SIGNS = re.compile(r"(?:[+-]\s*){4}")
@@ -47,6 +48,7 @@ _EVASIONS = (
     re.compile(r"\.\."),  # every answer at once
     # The parser adds or multiplies neighbours.
     re.compile(r"(?<!_)(?<!frac)(?<!frac )[0-9](?:\s|\\[,;:! ]|~|\\q?quad)+[0-9]"),
+    re.compile(r"(?<![\\A-Za-z_^0-9.}\]])(?<!frac )(?:[0-9.]+\s*|\{[0-9.]+\}\s*)\{\s*[0-9]"),
     re.compile(r"\)\s*_"),  # a falling factorial
 )
 _WORDS = re.compile(r"\\(?:text[a-z]*|mbox|mathrm|mathit)\s*\{([^{}]*)\}")
@@ -54,6 +56,8 @@ _NO_UNIT = re.compile(
     r"[0-9]|\b(?:n?or|n?either|if|unless|wrong|dozen|hundred|thousand|[mbtr]+illion)\b", re.IGNORECASE
 )
 _LINK = re.compile(r"[\s,;]*(?:or|and|if)?[\s,;]*")
+_NUMBER = re.compile(r"[0-9A-F]+")
+_BASE_ASKED = re.compile(r"(?:\bbase[\s$-]*|_\{?)([0-9]{1,2})", re.I)
 _BASE = re.compile(r"[0-9A-Z]_\{?([0-9]+)\}?$")
 
 
@@ -73,14 +77,16 @@ def is_costly(gold: str, answer: str) -> bool:
     )
 
 
-def is_evasive(gold: str, answer: str) -> bool:
-    """Does the answer deny itself, stand for many, or name another base than the gold?"""
+def is_evasive(gold: str, answer: str, prompt: str = "") -> bool:
+    """Does the answer deny itself, stand for many, or name another base than the gold, or else the prompt, does?"""
     bases = _BASE.search(gold), _BASE.search(answer)
+    named = bases[1][1] if bases[1] and (bases[0] or _NUMBER.fullmatch(gold)) else None
+    expected = [bases[0][1]] if bases[0] else ["10", *_BASE_ASKED.findall(prompt)]
     words = set(_WORDS.findall(answer)).difference(_WORDS.findall(gold))
     return (
         any(evasion.search(answer) and not evasion.search(gold) for evasion in _EVASIONS)
         or any(_NO_UNIT.search(text) and not _LINK.fullmatch(text) for text in words)
-        or bool(bases[0] and bases[1] and int(bases[0][1]) != int(bases[1][1]))
+        or (named is not None and int(named) not in map(int, expected))
     )
 
 
@@ -142,6 +148,12 @@ def _size(exponent: str) -> float:
         return inf
     whole = _RATIO.sub(lambda ratio: ratio[1] or ratio[2], exponent)
     return prod((max(1.0, float(digits)) for digits in _DIGITS.findall(whole)), start=1.0)
+
+
+def is_whole(text: str) -> bool:
+    """Does every bracket close?"""
+    tokens = [token for token in _TOKEN.findall(text) if token in "{}"]
+    return _depth(tokens) < inf and tokens.count("{") == tokens.count("}")
 
 
 def _depth(tokens: list[str]) -> float:

@@ -203,10 +203,10 @@ CLOSED = [
     (r"\frac{1}{2^{98}}", "10^{-30}"),
     ("(0.0000001, 1)", "(0.0000002, 1)"),
     ("2516_8", "2516_7"),
+    ("2516", "2516_8"),
     ("42", r"4200\%"),
     ("0.42", r"0.42\%"),
     (r"42\%", r"0.42\%"),
-    (r"42\%", "42"),
     (r"9\text{ a.m.}", r"9\text{ p.m.}"),
     (r"\frac{2}{3}", "0.6666671"),
     ("0", "x^2 - 5x + 6 = 0"),
@@ -222,13 +222,13 @@ def test_leniencies_of_math_verify_that_are_closed(gold, answer):
 
 KEPT = [
     ("42", r"42\%"),
+    (r"42\%", "42"),
     ("0.42", r"42\%"),
     (r"42\%", "0.42"),
     ("42", r"42\text{ kg}"),
     ("90", r"90^\circ"),
     ("18", r"\$18"),
     ("2516_8", "2516"),
-    ("2516", "2516_8"),
     ("42", "y = 42"),
     ("42", r"42 \approx 43"),
     ("2X", "2x"),
@@ -428,8 +428,33 @@ def test_an_answer_in_plain_spelling_stays_as_it_is(text):
 
 @given(prose, prose, st.integers(0, 999), st.integers(0, 999))
 def test_text_around_the_last_box_changes_nothing(before, after, gold, said):
-    text = rf"\boxed{{{gold}}} {before}\boxed{{{said}}}{after}"
+    text = rf"\boxed{{{gold}}} {before}" + "\n" + rf"\boxed{{{said}}}. {after}"
     assert verdict(str(gold), text) == verdict(str(gold), text, lenient) == float(gold == said)
+
+
+MINUS_AND_MORE = [
+    *[
+        ("-7", r"$-\boxed{7}$"),
+        ("1-x", r"$= -\boxed{x-1}$"),
+        ("7000000", r"\boxed{7} million"),
+        ("28%", r"\boxed{28}\%"),
+    ],
+    *[("36", r"$\boxed{36}\text{ cm}^2$"), ("90", r"$\boxed{90}^\circ$"), ("7", "The answer:\n- \\boxed{7}")],
+]
+
+
+@pytest.mark.parametrize(("gold", "text"), MINUS_AND_MORE)
+def test_what_stands_at_a_box_belongs_to_it(gold, text):
+    assert verdict(gold, text) == 1.0
+
+
+@given(
+    st.integers(1, 99),
+    st.sampled_from(["-%s", "1%s", "%s0", "%s.5", "%s^2", r"%s\pi", "%s/2", r"2\cdot 3%s", "%s million"]),
+)
+def test_a_box_that_is_part_of_another_number_is_not_that_number(gold, frame):
+    box = rf"\boxed{{{gold}}}"
+    assert verdict(str(gold), f"so ${frame % box}$") == 0.0
 
 
 @given(prose)
@@ -446,6 +471,7 @@ def test_an_answer_over_the_length_cap_is_wrong_even_if_equal():
 # Time ---------------------------------------------------------------------------------------------------------------
 
 UNITS = {
+    "blanks": "\n",
     "open boxes": r"\boxed{",
     "boxes and spaces": "\\boxed" + " " * 20,
     "digits": "9",
@@ -468,7 +494,7 @@ def seconds(fn, text):
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS.keys())
 def test_a_megabyte_is_searched_in_linear_time(unit):
     for fn in (marked_answer, last_value):
-        quarter, whole = ("The answer is " + unit * (size // len(unit)) for size in (2**18, 2**20))
+        quarter, whole = (r"The answer is \boxed{41}" + unit * (size // len(unit)) for size in (2**18, 2**20))
         assert min(seconds(fn, whole) for _ in range(3)) < 0.2 + 10 * seconds(fn, quarter)
 
 
@@ -522,6 +548,39 @@ def test_math_golds_equal_themselves_in_another_hand(name):
     """Every one equals itself: below."""
     assert len(answers(name)) == PUBLISHED[name]
     assert failures(name, every=41) == []
+
+
+OTHER_GOLDS = [
+    *[
+        r"A \cap B",
+        r"AB \perp CD",
+        r"\neg p",
+        r"p \mid n",
+        r"p \to q",
+        r"x \equiv 3 \pmod{7}",
+        r"\frac{d}{dx}",
+        r"\vec a",
+    ],
+    *[
+        r"f: \mathbb{R} \to \mathbb{R}",
+        r"\begin{cases} 1 & x > 0 \\ 0 & x \le 0 \end{cases}",
+        r"\square ABCD",
+        "a \\neq b, c",
+    ],
+    *[r"A \subseteq B", r"\forall x \exists y", "Na_2CO_3", r"\text{H}_2\text{O}", "C_6H_{12}O_6"],
+]
+
+
+@pytest.mark.parametrize("gold", OTHER_GOLDS)
+def test_a_gold_that_does_not_parse_is_right_in_its_own_words_only(gold):
+    assert boxed(gold, gold) == boxed(gold, gold.replace(" ", "  ")) == 1.0
+    assert boxed(gold, "42") == boxed(gold, gold + "x") == 0.0
+
+
+@given(soup, st.sampled_from(["", " ", r"\,"]))
+def test_equal_text_is_right_or_its_gold_is_no_answer(gold, gap):
+    assume("\\boxed" not in gold and len(gold) < LONGEST_ANSWER and marked_answer(rf"\boxed{{{gold}}}") == gold)
+    assert boxed(gold, gap + gold) in (1.0, None)
 
 
 @pytest.mark.parametrize("name", SMALL)
