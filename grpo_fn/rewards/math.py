@@ -8,7 +8,7 @@ docs/rewards/verifier.md says which answers are equal.
 """
 
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.verifier import judge, verify_answer
+from grpo_fn.verifier import judge
 from grpo_fn.verifier.extract import last_value, marked_answer
 
 
@@ -21,7 +21,7 @@ def correct(problem: Problem, completion: Completion) -> float | None:
     that is a plain number a sum or product that is still to be done is no answer; a closed form of it, 5! or i^4, is
     one here and none for `correct_evaluated`.
     """
-    return verify_answer(problem.answer, completion.text, problem.prompt)
+    return judge(problem.answer, completion.text, marked_answer(completion.text), problem.prompt).closed
 
 
 def correct_evaluated(problem: Problem, completion: Completion) -> float | None:

@@ -9,11 +9,12 @@ for ever.
 A model can still write what takes too long. math-verify's time-outs are signals and work in the main thread only, so
 they are off: text from a model is scored in processes that can be killed. The row is then unscorable.
 
-Leniencies that are kept, each with its test: a unit, degree or currency that only one side names is ignored, as is the gold's base; a
-percent sign that only one side has is a unit where the gold's number is 1 or more, else a hundredth; a name before an
-equals sign is ignored; letters have no case unless a formula has one in both; point, open interval and bare list of the same numbers are equal; expressions with
-letters or roots are equal if their values are, multiplied out or not; a decimal of 6 places or more may stand for the
-rational that it rounds. docs/rewards/verifier.md says it class by class.
+Leniencies that are kept, each with its test: a unit, degree or currency that only one side names is ignored, as is the
+gold's base; a percent sign that only one side has is a unit where the gold's number is 1 or more, else a hundredth; a
+name before an equals sign is ignored; letters have no case unless a formula has one in both; point, open interval and
+bare list of the same numbers are equal; expressions with letters or roots are equal if their values are, multiplied
+out or not; a decimal of 6 places or more may stand for the rational that it rounds. docs/rewards/verifier.md says it
+class by class.
 """
 
 import re
@@ -37,7 +38,7 @@ from grpo_fn.verifier.extract import (
     without_thoughts,
 )
 from grpo_fn.verifier.screen import is_costly, is_evasive, is_whole, is_worked_out
-from grpo_fn.verifier.spelling import PRODUCT, TEXT, plain_answer, unit_of, units_differ, word_stems
+from grpo_fn.verifier.spelling import PRODUCT, TEXT, plain_among, plain_answer, unit_of, units_differ, word_stems
 
 grader.TIMEOUT_WARNING_SHOWN = (
     True  # math-verify warns once per process that its time-outs are off; they are meant to be
@@ -89,22 +90,24 @@ class Verdict(NamedTuple):
 _UNSCORABLE, _WRONG, _RIGHT = Verdict(None, None, None), Verdict(0.0, 0.0, 0.0), Verdict(1.0, 1.0, 1.0)
 
 
-def verify_answer(gold: str, text: str, prompt: str = "") -> float | None:
+def verify_answer(gold: str, text: str) -> float | None:
     r"""1 iff the marked answer of a text, in `\boxed{...}` or behind `####`, equals the gold and is worked out, else 0.
 
     Args:
         gold: LaTeX or plain text
         text: the completion
-        prompt: its words may stand behind a number; without them, any word that makes no other number of it
 
     Returns:
         1.0, 0.0, or None when the gold is no answer: empty, or with brackets or arguments missing
     """
-    return judge(gold, text, marked_answer(text), prompt).closed
+    return judge(gold, text, marked_answer(text), "").closed
 
 
-def judge(gold: str, text: str, answer: str | None, prompt: str = "") -> Verdict:
-    """The verdict on an answer, or where it is wrong, on as many boxes as the gold has parts."""
+def judge(gold: str, text: str, answer: str | None, prompt: str) -> Verdict:
+    """The verdict on an answer, or where it is wrong, on as many boxes as the gold has parts.
+
+    Words of the prompt may stand behind a number; without a prompt, any word that makes no other number of it.
+    """
     verdict = _verdict(gold, answer if answer is not None and len(answer) <= LONGEST_ANSWER else "", prompt)
     parts = _parts(gold)
     if verdict is not _WRONG or parts < 2 or len(boxes := find_boxes(without_thoughts(text))) != parts:
@@ -122,7 +125,7 @@ def _parts(gold: str) -> int:
 
 
 @lru_cache(maxsize=8192)
-def _verdict(gold: str, answer: str, prompt: str = "") -> Verdict:
+def _verdict(gold: str, answer: str, prompt: str) -> Verdict:
     """The verdict on an answer, both as they are written."""
     if _read(plain_answer(gold)) is None and not _is_text(gold):
         return _UNSCORABLE
@@ -145,7 +148,7 @@ def _verdict_by_value(gold: str, answer: str, prompt: str) -> Verdict:
     shared = _SHORT_UNIT.search(answer)
     if shared and unit_of(gold) and unit_of(gold) == unit_of(answer):
         answer = answer[: shared.start()]
-    gold, answer = plain_answer(gold), plain_answer(answer, _known(gold, prompt))
+    gold, answer = plain_answer(gold), plain_among(answer, _known(gold, prompt))
     if not answer or is_costly(gold, answer) or is_evasive(gold, answer, prompt):
         return _WRONG
     cased = _has_both_cases(gold) or _has_both_cases(answer)
@@ -183,7 +186,7 @@ def _is_text(gold: str) -> bool:
 
 def _same_text(gold: str, answer: str, prompt: str) -> bool | None:
     """Do the two read the same? None where that is not the question: numbers and formulas have their values."""
-    gold, answer = plain_answer(gold), plain_answer(answer, _known(gold, prompt))
+    gold, answer = plain_answer(gold), plain_among(answer, _known(gold, prompt))
     if _without_layout(gold) == _without_layout(answer) and gold:
         return True
     words = _words(gold)

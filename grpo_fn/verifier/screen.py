@@ -77,7 +77,7 @@ def is_costly(gold: str, answer: str) -> bool:
     )
 
 
-def is_evasive(gold: str, answer: str, prompt: str = "") -> bool:
+def is_evasive(gold: str, answer: str, prompt: str) -> bool:
     """Does the answer deny itself, stand for many, or name another base than the gold, or else the prompt, does?"""
     bases = _BASE.search(gold), _BASE.search(answer)
     named = bases[1][1] if bases[1] and (bases[0] or _NUMBER.fullmatch(gold)) else None

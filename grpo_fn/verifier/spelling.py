@@ -51,13 +51,21 @@ def _latin(char: str) -> str:
     return chr(ord(char) - 0xFEE0) if "\uff01" <= char <= "\uff5e" else char
 
 
-def plain_answer(answer: str, known: Set[str] = frozenset()) -> str:
+def plain_answer(answer: str) -> str:
     r"""A short answer without dollar signs, colours, comments, emphasis, a final full stop, and a unit behind it.
 
     Mathematical signs beyond ASCII become LaTeX, digits of every script 0 to 9; 2 1/2 is a mixed fraction, 1.5e3 a
     power of ten, 1 000 and 1'000 are 1000, 3{,}5 is 3.5, "3 million dollars" 3000000; semicolons separate as commas
-    do, and what is between them may have decimal commas. A unit is one of the table below, or words that are `known`
-    (stems, as of `word_stems`); of no known words, any that make no other number.
+    do, and what is between them may have decimal commas. A unit is one of the table below, or any words that make no
+    other number.
+    """
+    return plain_among(answer, frozenset())
+
+
+def plain_among(answer: str, known: Set[str]) -> str:
+    """`plain_answer`; of the words behind a number, only units and those that are `known` go, unless none is known.
+
+    Known are stems, as of `word_stems`.
     """
     answer = _respelt(answer)
     number, tail = _split_unit(answer)
