@@ -1,4 +1,4 @@
-"""How much better a sample did than the rest of its group. One group at a time; the caller vmaps over P groups.
+"""Advantages: how much better a sample is than its group. Functions see one group; the caller vmaps over P groups.
 
     reward      rewards of one group, [G]
     valid       which of them could be scored, [G]

@@ -67,7 +67,7 @@ class ScoredStep:
 
     @property
     def mask(self) -> Tensor:
-        """Which tokens were sampled, [P, G, T]."""
+        """The mask of sampled tokens, [P, G, T]."""
         return self.by_group(self.groups.rollout.mask)
 
     @property

@@ -1,4 +1,4 @@
-"""Which groups a step learns from: `(explore, carried, prompts) -> GroupBatch`.
+"""The choice of a step's groups: `(explore, carried, prompts) -> GroupBatch`.
 
 `explore(first, count)` samples and scores problems first, ..., first + count - 1 of the stream.
 """
@@ -13,7 +13,7 @@ Explore = Callable[[int, int], Groups]
 
 
 class GroupBatch(NamedTuple):
-    """What was found: groups to learn from now, all that was sampled for it, and what is left for the next step."""
+    """Groups to learn from now, all groups sampled for them, and the state for the next step."""
 
     groups: Groups
     fresh: Groups  # sampled in this step

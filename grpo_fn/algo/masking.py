@@ -1,4 +1,4 @@
-"""Which samples are left out of the loss, and which tokens it treats apart; both chosen over the whole step.
+"""Filters of samples and selections of tokens, both over the whole step.
 
     rollout   the step's samples, B = P * G rows
     adv       advantage of each token, [P, G, T]

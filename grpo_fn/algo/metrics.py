@@ -122,7 +122,7 @@ def of_advantage(adv: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"]) -> dict[
 def teacher_metrics(
     gap: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], sampled: Bool[Tensor, "B T"]
 ) -> dict[str, float]:
-    """How far the teacher is from the policy that sampled, before an update; gap = log pi_teacher - log pi_old.
+    """The teacher's distance from the sampling policy before an update; gap = log pi_teacher - log pi_old.
 
     `teacher/reverse_kl`, the mean of -gap, in nats: the estimate of KL(pi_old || pi_teacher) a token that distillation
     lowers; `teacher/gap_abs`, the mean of |gap|; `teacher/gap_min`, that of the token it likes least;
@@ -164,7 +164,7 @@ def of_supervised(stats: Mapping[str, Stat]) -> dict[str, float]:
 
 
 def likelihood(prefix: str, nll: Stat) -> dict[str, float]:
-    """How likely given tokens are: `loss`, the mean of -log p, in nats; `perplexity`, its exponential; `tokens`."""
+    """Likelihood of given tokens: `loss`, the mean of -log p, in nats; `perplexity`, its exponential; `tokens`."""
     figures = {"loss": float(nll.mean), "perplexity": float(nll.mean.exp()), "tokens": float(nll.count)}
     return {f"{prefix}{name}": value for name, value in figures.items()}
 
@@ -252,7 +252,7 @@ def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, Stat]:
 
 
 def mismatch_before_update(batch: Batch, learned: list[UpdateResult]) -> dict[str, Stat]:
-    """How far the trainer was from the sampler before the first update moved it, in the statistics of `mismatch`.
+    """The trainer's distance from the sampler before the first update, by the statistics of `mismatch`.
 
     Over every token of the step where logp_old is the trainer's own. Where it is the sampler's, no other log-prob is
     known before the first update than the first update's: then over the tokens of that minibatch.

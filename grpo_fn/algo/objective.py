@@ -1,4 +1,4 @@
-"""What is minimised: a corrected token loss, a KL, an entropy bonus, and what each token weighs.
+"""The objective: a corrected token loss, a KL, an entropy bonus, and the weights of tokens.
 
 A KL estimator is `(logp [T], row) -> [T]`, one row, vmapped: the estimate at each token, 0 where ~mask.
 

@@ -117,7 +117,7 @@ class Algorithm:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """What its functions declare that they read."""
+        """The inputs that its functions declare (`NEEDS`)."""
         return needs(vars(self))
 
     @cached_property
@@ -128,7 +128,7 @@ class Algorithm:
 
 
 class Experience(NamedTuple):
-    """What one step learned from and how it judged it."""
+    """The groups, advantages and batch of a step, for records and replay."""
 
     groups: Groups
     adv: Float[Tensor, "P G T"]

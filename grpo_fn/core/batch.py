@@ -106,7 +106,7 @@ def unpack_rollout(fields: Sequence[Any]) -> Rollout:
 
 
 def with_signal(reward: Reward) -> Bool[Tensor, "P"]:
-    """Which groups hold two valid samples of different reward; in the others there is nothing to compare."""
+    """The groups with two valid samples of different reward; the others have nothing to compare."""
     highest = torch.where(reward.valid, reward.value, -torch.inf).amax(-1)
     lowest = torch.where(reward.valid, reward.value, torch.inf).amin(-1)
     return highest > lowest
@@ -133,7 +133,7 @@ def row_keys(groups: Groups, key: Tensor) -> Tensor:
 
 
 class Spans(NamedTuple):
-    """What of each row goes into the model: columns `start` to `end`; what is before, row `first` reads for it.
+    """The model's part of each row: columns `start` to `end`; what is before, row `first` reads for it.
 
     Of the row that is the first to read a prompt, `start` is 0. Of a row without a sampled token nothing is read.
     """
@@ -168,7 +168,7 @@ def share_prompts(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Span
 
 
 def visible_positions(spans: Spans, width: int) -> Int[Tensor, "B T"]:
-    """Where each row finds what it sees in the stream of all that is read, row after row.
+    """The visible columns of each row in the stream of all rows, row after row.
 
     A column that is not read points to where the row's first token is: there is something, and it is the row's own.
     """
@@ -363,7 +363,7 @@ def observed_tokens(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
 
 
 def tokens_of_group(mask: Bool[Tensor, "B T"], groups: int) -> Int[Tensor, "B T"]:
-    """How many tokens of the mask a row's group has, for each of the row's tokens: known before rows are dealt out."""
+    """The number of masked-in tokens of a row's group, for each of the row's tokens: known before rows are split."""
     tokens = reduce(by_group(mask, groups).long(), "p g t -> p", "sum")
     return repeat(tokens, "p -> (p g) t", g=len(mask) // groups, t=mask.shape[1])
 

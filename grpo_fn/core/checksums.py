@@ -40,12 +40,12 @@ def digest(tensor: Tensor) -> int:
 
 
 def seed_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """What a tensor is, whatever it holds, as 64 bits."""
+    """The 64-bit digest of a tensor of any dtype."""
     return int.from_bytes(sha256(f"{name} {tuple(shape)} {dtype}".encode()).digest()[:8], "little")
 
 
 def block_digest(part: Tensor, offset: Sequence[int], shape: Sequence[int], seed: int) -> int:
-    """What a block at `offset` of a tensor of `shape` adds to its digest.
+    """The share of a block at `offset` of a tensor of `shape` in its digest.
 
     Raises ValueError for numbers that are not real.
     """
@@ -64,7 +64,7 @@ def block_digest(part: Tensor, offset: Sequence[int], shape: Sequence[int], seed
 
 
 def element_positions(size: Sequence[int], offset: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
-    """Where the elements of a block at `offset` lie in the whole tensor, counted row by row; of the block's size."""
+    """The positions of a block's elements in the whole tensor, counted row by row; of the block's size."""
     axes = zip(size, offset, torch.empty(shape, device="meta").stride(), strict=True)
     along = [(torch.arange(length, device=device) + start) * stride for length, start, stride in axes]
     return reduce(torch.add, torch.meshgrid(*along, indexing="ij"))

@@ -1,4 +1,4 @@
-"""What a configuration binds, without torch: functions with knobs, looked into here alone, and numbers, checked.
+"""Bound functions with their knobs, and checks of numbers, without torch; only this file inspects partials.
 
 A function declares what it reads of a step, `f.NEEDS = frozenset({...})`; a run provides it before weights are loaded.
 
@@ -26,7 +26,7 @@ def function_and_knobs(fn: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def needs(value: Any) -> frozenset[str]:
-    """What a function and all functions among its knobs declare; also of a list or a mapping of functions.
+    """The declared needs of a function and of all functions among its knobs; also of a list or a mapping of functions.
 
     NEEDS may be a function of the knobs, which then speaks for them too: a KL with a coefficient of 0 is not there.
     """
@@ -58,7 +58,7 @@ def unwrap_reward(fn: Any) -> Any:
 
 
 def describe_function(value: Any) -> str:
-    """What a value is bound to, as text: functions by module and name with their knobs, at any depth."""
+    """A bound value as text: functions by module and name with their knobs, at any depth."""
     match value:
         case dict():
             return "{" + ", ".join(f"{key!r}: {describe_function(item)}" for key, item in value.items()) + "}"

@@ -43,7 +43,7 @@ LIMITS = ("turns", "turn_tokens", "tokens", "context")  # of an episode
 
 
 class Completion(NamedTuple):
-    """What the policy wrote for a problem; `length` counts sampled tokens, `truncated` means it hit the limit.
+    """The policy's text for a problem; `length` counts sampled tokens, `truncated` means it hit the limit.
 
     Of an episode, `text` is that of its last turn, `length` counts the tokens of all turns, and `turns` has each.
     """

@@ -20,7 +20,7 @@ from grpo_fn.core.problem import Problem, Turn
 
 
 class Rollout(NamedTuple):
-    """What the sampler returns for P problems with G samples each."""
+    """A sampler's result for P problems with G samples each."""
 
     tokens: Int[Tensor, "B T"]
     mask: Bool[Tensor, "B T"]  # True where the token was sampled by the policy
@@ -112,14 +112,14 @@ class Totals(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What a policy says about tokens it is shown; also the shape of the learning signal that goes back."""
+    """A policy's log-probs and entropies of given tokens; also the type of the learning signal."""
 
     logp: Float[Tensor, "*B T"]  # nats, at the sampling temperature; 0 where ~mask
     entropy: Float[Tensor, "*B T"]  # nats, of the token's distribution, or relative to a teacher's; 0 where ~mask
 
 
 class Gains(NamedTuple):
-    """What the coefficients of the objective are multiplied with; 1 unless a controller moves them."""
+    """Factors of the objective's coefficients; 1 unless a controller moves them."""
 
     kl: float
     entropy: float
@@ -129,14 +129,14 @@ Arrays = Mapping[str, Tensor]  # of fixed names, shapes and dtypes, on the CPU
 
 
 class CurriculumState(NamedTuple):
-    """What a run knows of the A arms that its curriculum chooses among: see `algo.curricula`."""
+    """The curriculum's state over its A arms: see `algo.curricula`."""
 
     turns: Int[Tensor, "A"]  # problems that each arm has been asked
     arrays: Arrays  # the curriculum's own
 
 
 class Carry(NamedTuple):
-    """What one step hands to the next besides the policy."""
+    """The state that one step passes to the next, besides the policy."""
 
     drawn: int  # problems taken from the stream so far
     waiting: Groups | None  # groups with signal that were sampled and not yet learned from
@@ -157,7 +157,7 @@ Pullback = Callable[[Scores], None]
 
 @runtime_checkable
 class TrainablePolicy(Protocol):
-    """What an optimizer step needs of a policy: the warm start of a tiny model is made of these steps alone."""
+    """A policy's interface for an optimizer step; the warm start of a tiny model uses only these steps."""
 
     dropout: bool  # whether the pass that trains differs from one that does not
 

@@ -104,7 +104,7 @@ def _check_arguments(name: str, tool: Tool, given: Mapping[str, PlainData]) -> N
 
 
 def _arguments(tool: Tool) -> dict[str, inspect.Parameter]:
-    """What the policy writes: the positional parameters."""
+    """The parameters that the policy fills: the positional ones."""
     parameters = inspect.signature(tool).parameters
     return {name: one for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD}
 

@@ -129,7 +129,7 @@ def measure(
 def graded_answers(
     greedy: EngineSampler, problems: Sequence[Problem], *, seed: int, how: Evaluation, score: Scorer
 ) -> list[GradedAnswer]:
-    """What training would find about the problems, a part of them at a time so that one can watch."""
+    """Graded answers to the problems as in training, in parts so that progress is visible."""
     key = prng.fold_in(prng.key(seed, device="cpu"), EVALUATION)
     at_once = max(1, greedy.max_rows // max(1, how.samples))
     judged: list[GradedAnswer] = []
@@ -148,7 +148,7 @@ def count_parts(judged: Sequence[GradedAnswer], by: Sequence[str]) -> dict[str, 
 
 
 def count_graded(judged: Sequence[GradedAnswer]) -> dict[str, float | int]:
-    """How many of these problems could be scored, how many are right, and the interval of that share."""
+    """The number of scored problems, of right ones, and the interval of their share."""
     scored, right = tally(judged)
     low, high = wilson(right, scored)
     accuracy = right / scored if scored else float("nan")

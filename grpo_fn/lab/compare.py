@@ -32,7 +32,7 @@ class ComparedRun(NamedTuple):
 
 
 class Flips(NamedTuple):
-    """How a run differs from the first one, on the problems that all of them have and could score."""
+    """The difference of a run from the first one, on the problems that all runs have and could score."""
 
     gained: list[Key]  # wrong in the first one, right in this one
     lost: list[Key]
@@ -138,7 +138,7 @@ def is_right(run: ComparedRun, key: Key, grader: str | None) -> bool | None:
 
 
 def count_flips(base: dict[Key, bool], other: dict[Key, bool]) -> Flips:
-    """What became of every problem from one run to the other."""
+    """The change of every problem from one run to the other."""
     gained = [key for key in base if other[key] and not base[key]]
     lost = [key for key in base if base[key] and not other[key]]
     counts = len(gained), len(lost)

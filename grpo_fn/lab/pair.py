@@ -132,7 +132,7 @@ class Pairing:
             raise ValueError(f"arm {arm}, seed {seed}: {error}") from error
 
     def bindings(self, seed: str) -> list[str]:
-        """What is bound for the runs of a seed."""
+        """The bindings for the runs of a seed."""
         return [*self.gin_params, f"{self.seed_knob}={seed}"]
 
     def flags(self, trial: Trial) -> list[str]:
@@ -145,7 +145,7 @@ class Pairing:
 
 
 def pairing_of_flags(args: argparse.Namespace) -> Pairing:
-    """What the command line describes. Raises ValueError for what cannot be compared."""
+    """The comparison of the command line. Raises ValueError for arms that cannot be compared."""
     if len(args.arms) < 2:
         raise ValueError(f"got {len(args.arms)} arms ({' '.join(args.arms)}), expected two gin files or more")
     arms = {Path(file).stem: file for file in args.arms}
@@ -160,7 +160,7 @@ def pairing_of_flags(args: argparse.Namespace) -> Pairing:
 
 
 def read_pairing(out: Path) -> Pairing:
-    """What a folder compares. Raises OSError or ValueError for one that is none."""
+    """The comparison of a folder. Raises OSError or ValueError for another folder."""
     return read_spec(out / SPEC, lambda spec: Pairing(**spec))
 
 

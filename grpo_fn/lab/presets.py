@@ -1,4 +1,4 @@
-"""What every preset would have made of a stored step: their learning signals side by side.
+"""The learning signals of all presets for a stored step, side by side.
 
 A view is one algorithm's opinion of a step: its objective, with the batch and the totals that its own credit, filters
 and marks make of the same rollout. All views look at the same rows, `[B, T]`, and the same scores.
@@ -89,7 +89,7 @@ def nonzero_share(signal: Float[Tensor, "K B T"], mask: Bool[Tensor, "B T"]) -> 
 
 
 def disagreement(signal: Float[Tensor, "K B T"]) -> Float[Tensor, "B T"]:
-    """How far apart the views are on each token: the standard deviation over the views of their signals.
+    """The disagreement of the views at each token: the standard deviation of their signals.
 
     Each is scaled to norm 1 over the step first: a view that is louder everywhere does not disagree.
     """
@@ -109,7 +109,7 @@ def of_norm_one(signal: Float[Tensor, "K B T"]) -> Float[Tensor, "K B T"]:
 
 
 class StepViews(NamedTuple):
-    """What the lens shows."""
+    """The content of the lens."""
 
     groups: Groups
     scores: Scores

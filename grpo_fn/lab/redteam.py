@@ -63,7 +63,7 @@ Scored = tuple[float, str]  # what an attempt got on a problem, and what it wrot
 
 
 class Target(NamedTuple):
-    """What is attacked: the attempts of each attack on a problem, and what they get."""
+    """The target: the attempts of each attack on a problem, and their rewards."""
 
     attempts: Callable[[Problem], Mapping[str, Sequence[Attempt]]]  # as many for every problem
     golds: Callable[[Problem], Sequence[Attempt]]  # that know the answer: the best of them is what golds get
@@ -129,7 +129,7 @@ def _gold_scripts(problem: Problem) -> Sequence[Script]:
 
 
 def calls_reader(chat_format: MakeChatFormat) -> ReadCalls:
-    """How a chat format reads tool calls in the text of a turn; no tokenizer is needed for it.
+    """The parser of tool calls of a chat format; it needs no tokenizer.
 
     Raises ValueError for a format without the knob `read_calls`.
     """
@@ -237,7 +237,7 @@ class BestAttempt(NamedTuple):
 
 
 class Campaign(NamedTuple):
-    """What the attacks got, best first, and what the golds get on the same problems."""
+    """The rewards of the attacks, best first, and of the reference answers on the same problems."""
 
     task: str
     reward: str
@@ -359,7 +359,7 @@ def shown_text(text: str, most: int) -> str:
 
 
 def _search(arms: Sequence[AttackText], problems: Sequence[Problem], target: Target, pulls: int) -> list[list[float]]:
-    """What each arm has paid, pull by pull: each is pulled once, then the bandit says which."""
+    """The rewards of each arm, pull by pull: each arm is pulled once, then the bandit chooses."""
     size = min(ROWS, len(problems))
 
     def drawn(pull: int) -> list[Problem]:

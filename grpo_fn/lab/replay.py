@@ -192,7 +192,7 @@ REFUSED = " The step was refused: too few groups had a signal, and no update was
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """What the command line asks for."""
+    """The request of the command line."""
 
     run_dir: Path
     step: int

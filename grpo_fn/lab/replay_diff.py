@@ -1,4 +1,4 @@
-"""How a step that was taken again differs from what was recorded of it, or from itself under other knobs, in words."""
+"""The differences of a replayed step from its record, or from itself under other knobs, in words."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ class StoredRollout(NamedTuple):
 
 
 class RecordedStep(NamedTuple):
-    """What a run recorded of a step."""
+    """The record of a step."""
 
     line: Mapping[str, Any]  # of digests.jsonl; empty when there is none
     figures: Mapping[str, float | None]  # of metrics.jsonl
@@ -64,7 +64,7 @@ class ReplayedStep(NamedTuple):
 
 
 def tampered_fields(was: RecordedStep) -> list[str]:
-    """What of the stored rollout is not what the step had, by its digests."""
+    """The parts of the stored rollout that differ from the step's digests."""
     if was.stored is None:
         return []
     groups = was.stored.groups
@@ -74,7 +74,7 @@ def tampered_fields(was: RecordedStep) -> list[str]:
 
 
 def edited_fields(was: RecordedStep, now: ReplayedStep, decode: Decode, *, sampled_anew: bool) -> list[str]:
-    """What was changed in the record of a step that came out the same by its digests.
+    """The changes in the record of a step whose digests agree.
 
     That is: the quantities missing in digests.jsonl; the first row and field of the stored rollout that differ; the
     figures of metrics.jsonl that differ, where the step was sampled anew on the same ranks, device and torch.
@@ -129,7 +129,7 @@ def short_text(value: object, *, decode: Decode | None) -> str:
 
 
 def explain_difference(name: str, was: RecordedStep, now: ReplayedStep, decode: Decode) -> list[str]:
-    """Where the quantity first differs, with both values, as far as that is stored; then the figures that differ."""
+    """The first difference of the quantity with both values, if stored; then the metrics that differ."""
     differences = []
     if name in FIELDS and was.stored is None:
         differences.append("the rollout of this step is not stored, so it is not known where")
@@ -141,7 +141,7 @@ def explain_difference(name: str, was: RecordedStep, now: ReplayedStep, decode: 
 
 
 def circumstances(was: RecordedStep, now: ReplayedStep) -> list[str]:
-    """What else is not as it was."""
+    """The other differences."""
     pairs = {name: (was.line.get(name), now.line[name]) for name in CIRCUMSTANCES}
     both = [what for what in was.kernels if what in now.kernels]
     pairs |= {f"kernels, {what}": (was.kernels[what], now.kernels[what]) for what in both}
@@ -209,7 +209,7 @@ def figure_text(value: float | None) -> str:
 
 
 def direction(plain: ReplayedStep, other: ReplayedStep) -> str:
-    """How alike the two learning signals are, if they are about the same tokens."""
+    """The similarity of the two learning signals, if they have the same tokens."""
     if plain.line["tokens"] != other.line["tokens"]:
         return "learning signals: of other tokens, so there is no cosine"
     width = max(taken.signal.logp.shape[1] for taken in (plain, other))

@@ -67,7 +67,7 @@ def write_report(args: argparse.Namespace) -> int:
 
 
 class ReportedRun(NamedTuple):
-    """What a run folder holds, as far as it has come."""
+    """The content of a run folder, finished or not."""
 
     name: str
     rows: list[dict[str, float]]  # metrics.jsonl: NaN where it has null
@@ -213,7 +213,7 @@ def knob_section(runs: Sequence[ReportedRun]) -> str:
 
 
 def warning_section(runs: Sequence[ReportedRun]) -> str:
-    """What the rules of health have found."""
+    """The findings of the health rules."""
     listed = [
         f"<h3>{escape_text(run.name)}</h3>"
         f"<ul>{''.join(f'<li>{markdown_cell(text)}</li>' for text in run.warnings)}</ul>"
@@ -246,7 +246,7 @@ def sample_section(runs: Sequence[ReportedRun]) -> str:
 
 
 def written_text(row: Mapping[str, Any]) -> str:
-    """What was written in a row: of an episode, every turn and every observation; each of them may be shortened."""
+    """The text of a row: of an episode, every turn and observation; each may be shortened."""
     turns = [Turn(**turn) for turn in row.get("turns", ())]
     cut = [turn._replace(text=shorten(turn.text), observation=shorten(turn.observation)) for turn in turns]
     return transcript(shorten(row["text"]), cut)

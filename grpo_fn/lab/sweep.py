@@ -207,7 +207,7 @@ def trial_bindings(args: argparse.Namespace, trial: Trial) -> list[str]:
 
 
 class Sweep(NamedTuple):
-    """What the folder of a sweep says that it is."""
+    """The description in a sweep's folder."""
 
     gin_files: list[str]
     gin_params: list[str]
@@ -241,7 +241,7 @@ def open_sweep(args: argparse.Namespace, trials: Sequence[Trial]) -> list[Trial]
 
 
 class TrialOutcome(NamedTuple):
-    """What a trial says of itself."""
+    """A trial's own metrics."""
 
     trial: Trial
     state: str  # "done", "unfinished", "unhealthy" (ended by a rule of health) or "failed"
@@ -265,7 +265,7 @@ class Setting(NamedTuple):
 
 
 def trial_outcome(out: Path, trial: Trial, metric: str) -> TrialOutcome:
-    """What a trial's folder says: the metric's last value, if the run is done."""
+    """The metric's last value in a trial's folder, if the run is done."""
     if not is_done(out, trial):
         exit_file = trial_path(out, trial, ".exit")
         code = int(exit_file.read_text()) if exit_file.exists() else STOPPED

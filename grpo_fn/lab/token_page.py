@@ -1,4 +1,4 @@
-"""What a step teaches each sampled token: the learning signal beside the figures it comes from, as plain lists.
+"""The learning signal of each sampled token, with the numbers behind it, as plain lists.
 
 The learning signal is dlogp = d objective / d logp of a token, and the objective is minimised: where dlogp is negative
 the update pushes the token's probability up, where it is positive down. It is the signal given to the policy, not what
@@ -198,7 +198,7 @@ def turn_spans(row: ReportRow) -> list[tuple[Turn, slice, slice]]:
 
 
 def token_texts(ids: Sequence[int], start: int, decode: Decode) -> list[str]:
-    """What each of ids[start:] adds to the text of those before it, so that the pieces joined are the text.
+    """The piece of text that each of ids[start:] adds; the joined pieces are the text.
 
     Decoded with the piece before: alone, many a token loses its space. Bytes that make a character only together are
     shown with the last of them.

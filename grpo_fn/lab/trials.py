@@ -55,7 +55,7 @@ def check_limits(args: argparse.Namespace) -> None:
 
 
 def print_trials(args: argparse.Namespace, trials: Sequence[Trial], flags: Callable[[Trial], list[str]]) -> None:
-    """What --dry_run prints."""
+    """The output of --dry_run."""
     print(f"{len(trials)} trials, {args.jobs} at a time")
     print(*(f"{trial.name}: {' '.join(flags(trial))}" for trial in trials), sep="\n")
 
@@ -83,7 +83,7 @@ def open_trials(spec: Path) -> bool:
 
 
 def read_spec(path: Path, make: Callable[[dict[str, Any]], T]) -> T:
-    """What the file that describes a folder of trials says. Raises ValueError for a file of another version."""
+    """The content of the file that describes a folder of trials. Raises ValueError for a file of another version."""
     try:
         return make(json.loads(path.read_text(encoding="utf-8")))
     except (LookupError, TypeError, ValueError) as error:
@@ -178,7 +178,7 @@ class TrialRunner:
 
 
 def ending(out: Path, trial: Trial, code: int) -> str:
-    """How a trial ended, for people; with its last lines when it failed."""
+    """The end of a trial in words, with its last lines if it failed."""
     if code == 0:
         return "done"
     if code in INTERRUPTED:

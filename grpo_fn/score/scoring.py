@@ -154,7 +154,7 @@ def _renamed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _last_line(answer: str) -> str:
-    """What follows the last `####` of an answer, if that is one line; else all of it."""
+    """The part after the last `####` of an answer, if it is one line; else the whole answer."""
     _, mark, gold = answer.rpartition("####")
     return gold.strip() if mark and "\n" not in gold.strip() else answer
 
@@ -237,7 +237,7 @@ OF_LENGTH = {f"grpo_fn.rewards.format.{name}" for name in ("soft_overlong_punish
 
 
 def known_reward(name: str) -> RewardSpec:
-    """What is known of a reward by its short or its full name."""
+    """The entry of a reward by its short or its full name."""
     for short, spec in NAMES.items():
         if name in (short, spec.function):
             return spec

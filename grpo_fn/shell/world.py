@@ -69,7 +69,7 @@ class World:
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.deadline))
 
     def exchange(self, value: T, *, what: str) -> list[T]:
-        """What every rank brings, in rank order, the tensors in it on this rank's device."""
+        """The values of all ranks, in rank order, their tensors on this rank's device."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -78,7 +78,7 @@ class World:
         return [tree_map_only(Tensor, lambda x: x.to(self.device), x) for x in values]
 
     def agree(self, f: Callable[[], T], *, what: str) -> T:
-        """What `f` returns on the main rank, on all of them; what it raises there is raised on all of them."""
+        """The value of `f` on the main rank, on every rank; its exception is raised on every rank."""
         value, error = _attempt(f) if self.main else (None, None)
         value, failure = self.exchange((value, None if error is None else str(error)), what=what)[0]
         if error is not None:
@@ -104,7 +104,7 @@ class World:
         return self.agree(future.result, what=what)
 
     def together(self, f: Callable[[], T], *, what: str) -> T:
-        """What `f` returns on this rank, once it has returned on every rank; where it raised on one, all raise."""
+        """The value of `f` on this rank once it has returned on every rank; if it raised on one rank, all raise."""
         value, error = _attempt(f)
         errors = self.exchange(None if error is None else f"{type(error).__name__}: {error}", what=what)
         if error is not None:

@@ -42,7 +42,7 @@ _WORDS = 6  # uniforms per problem besides one per change: content, two names, t
 
 
 class Content(NamedTuple):
-    """What is asked, without the words: `start`, then the changes, each "+" or "-" and an operand."""
+    """A word problem without its words: `start`, then the changes, each "+" or "-" and an operand."""
 
     start: int
     changes: tuple[tuple[str, int], ...]

@@ -177,7 +177,7 @@ def _kept(name: str, part: Task, predicate: Predicate) -> Task:
 
 
 def _of(name: str, make: Callable[[], Task]) -> Task:
-    """What is made, or an error that names the part."""
+    """The problem, or an error that names the part."""
     try:
         return make()
     except ValueError as error:

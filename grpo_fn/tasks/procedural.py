@@ -174,7 +174,7 @@ def _made(attempts: Iterator[Problem | Exception], failed: list[Exception]) -> I
 
 
 def _failures(failed: Sequence[Exception]) -> str:
-    """How many seeds the library failed to make a problem of, and what it raised last."""
+    """The number of seeds for which the library made no problem, and its last error."""
     if not failed:
         return ""
     last = " ".join(f"{type(failed[-1]).__name__}: {failed[-1]}".split())[:300]

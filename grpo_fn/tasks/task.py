@@ -107,7 +107,7 @@ def sample_tests(task: Task, count: int) -> Task:
 
 
 def _kind(problem: Problem) -> tuple[str, ...]:
-    """What sets problems apart when some of them are chosen."""
+    """The fields by which a subset of problems is balanced."""
     return tuple(f"{name} {problem.meta[name]}" for name in STRATA if name in problem.meta)
 
 

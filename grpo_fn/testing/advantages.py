@@ -1,4 +1,4 @@
-"""What a step expects of an advantage function, `(reward [G], valid [G]) -> [G]`: one invariant, one function.
+"""Properties that a step expects of an advantage, `(reward [G], valid [G]) -> [G]`: one invariant, one function.
 
 An invariant takes the function, its knobs bound, and a strategy for one finite reward; it raises where it is broken.
 """

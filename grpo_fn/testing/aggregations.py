@@ -1,4 +1,4 @@
-"""What the objective expects of a weighting, `(batch, totals) -> [B, T]`: one invariant, one function."""
+"""Properties of a weighting that the objective expects, `(batch, totals) -> [B, T]`: one invariant, one function."""
 
 from collections.abc import Callable
 

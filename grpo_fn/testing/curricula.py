@@ -1,4 +1,4 @@
-"""What a run expects of a `Curriculum`: pure functions over arrays that a checkpoint can hold.
+"""Properties of a `Curriculum` that a run expects: pure functions over arrays that a checkpoint can hold.
 
 One invariant, one function. An invariant takes the curriculum and a strategy for the number of arms; it raises where it
 is broken.

@@ -1,4 +1,4 @@
-"""What a run expects of an environment: two pure, total functions over plain data, whose episodes end."""
+"""Properties of an environment that a run expects: two pure, total functions over plain data, whose episodes end."""
 
 import copy
 import json

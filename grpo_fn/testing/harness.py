@@ -1,4 +1,4 @@
-"""How an invariant is put to the proof: examples drawn by hypothesis, and claims that say what was got and expected."""
+"""The test of an invariant: examples drawn by hypothesis, and claims that print the result and the expected value."""
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps

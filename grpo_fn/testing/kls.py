@@ -1,4 +1,4 @@
-"""What the objective expects of a KL estimator, `(logp [T], row) -> [T]`: one invariant, one function.
+"""Properties of a KL estimator that the objective expects, `(logp [T], row) -> [T]`: one invariant, one function.
 
 Most of it is what it expects of a token loss, which may have no diagnostics either.
 """

@@ -1,4 +1,4 @@
-"""What a step expects of a token loss, `(logp [T], row) -> [T]`, or that and diagnostics: one invariant, one function.
+"""Properties that a step expects of a token loss, `(logp [T], row) -> [T]` or also diagnostics: one function each.
 
 An invariant takes the function, its knobs bound, and raises where it is broken. Rows are drawn in float64.
 """

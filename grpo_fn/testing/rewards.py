@@ -1,4 +1,4 @@
-"""What a run expects of a reward, checked where a run would call it: in worker processes, under a deadline."""
+"""Properties of a reward that a run expects, checked in worker processes under a deadline."""
 
 import math
 import pickle

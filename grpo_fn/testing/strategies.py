@@ -95,7 +95,7 @@ def loss_rows(draw: Draw, drift: float = 1.0) -> tuple[Tensor, Batch]:
 
 @st.composite
 def rollouts(draw: Draw, prompts: int | None = None, group_size: int | None = None) -> Rollout:
-    """What a sampler returns for P prompts with G samples each: rows `[prompt | completion | padding]`."""
+    """A sampler's rollout for P prompts with G samples each: rows `[prompt | completion | padding]`."""
     b, t = (prompts or draw(st.integers(1, 3))) * (group_size or draw(st.integers(1, 4))), draw(st.integers(2, 6))
     first = draw(tensors((b, 1), st.integers(1, t - 1)))  # a prompt has a token, and so has a completion
     place, end = torch.arange(t), first + draw(tensors((b, 1), st.integers(1, t - 1)))

@@ -47,7 +47,7 @@ class Background(AbstractContextManager):
             self._worker.shutdown(wait=False)
 
     def poll_result(self, take: Callable[[T, float], U], *, patience: float) -> U | None:
-        """What `take(value, seconds)` makes, on the main rank, of what the work returned; None while it is at work.
+        """The result of `take(value, seconds)` for the work's value, on the main rank; None while the work runs.
 
         The main rank waits for it up to `patience` seconds, the others for the main rank: keep it far below the
         world's deadline. None as well when nothing is at work. What the work or `take` raises is raised on every rank,
@@ -86,6 +86,6 @@ class Background(AbstractContextManager):
 
 
 def _timed(work: Callable[[ShouldStop], T], should_stop: ShouldStop) -> tuple[T, float]:
-    """What the work returns, and the seconds it took."""
+    """The value of the work, and its seconds."""
     start = time.monotonic()
     return work(should_stop), time.monotonic() - start

@@ -301,7 +301,7 @@ def check_ranks(settings: Settings, request: RunRequest, world: World) -> None:
 
 
 def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Tensor, device: torch.device) -> ModelSpec:
-    """What there is to know of the model before it is loaded."""
+    """The facts about the model before it is loaded."""
     compute = settings.compute
     return ModelSpec(
         folder=folder,
@@ -322,7 +322,7 @@ def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Ten
 def teacher_specs(
     settings: Settings, own: ModelSpec, checked: ValidatedPlan, folders: Mapping[str, str]
 ) -> dict[str, ModelSpec]:
-    """What there is to know of each teacher before it is loaded: spread and computed as the policy is, frozen."""
+    """The facts about each teacher before it is loaded: sharded and computed like the policy, frozen."""
     how = settings.parallelism
     if settings.teacher is not None:
         how = replace(how, offload_reference=settings.teacher.offload)
@@ -389,7 +389,7 @@ def open_and_prepare(
 
 
 def sampler_context(spec: ModelSpec, world: World, full_model: Callable[[], torch.nn.Module]) -> SamplerContext:
-    """What there is to make a sampler from."""
+    """The context from which a sampler is made."""
     return SamplerContext(
         folder=spec.folder,
         config=spec.config,
@@ -443,7 +443,7 @@ def start_evaluator(
 
 
 def first_carry(run: TrainingRun) -> Carry:
-    """What the first step gets."""
+    """The state before the first step."""
     if run.settings.curriculum is None:
         return AT_THE_START
     key = prng.fold_in(run.key, CHOOSING)
@@ -451,7 +451,7 @@ def first_carry(run: TrainingRun) -> Carry:
 
 
 def check_restored(run: TrainingRun, carried: Carry) -> Carry:
-    """What a checkpoint holds, for a run with a curriculum or without one.
+    """The content of a checkpoint, for a run with or without a curriculum.
 
     Raises ValueError for the state of another curriculum, or one over other arms.
     """

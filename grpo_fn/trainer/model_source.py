@@ -1,4 +1,4 @@
-"""Where the weights are that a name on the command line means: a model folder, a hub name, a run or one checkpoint."""
+"""The weights behind a name on the command line: a model folder, a hub name, a run or a checkpoint."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ class LocatedModel:
 
 
 def locate(name: str, *, warn: Callable[[str], None], exported: bool = True) -> LocatedModel:
-    """What the name means: DIR/checkpoints/step_N of a run, a run folder DIR, else a Hugging Face folder or hub name.
+    """The source of a name: DIR/checkpoints/step_N of a run, a run folder DIR, else a Hugging Face folder or hub name.
 
     Of a run folder the newest weights: a checkpoint that verifies or, if `exported` may be, `model/` once the run is
     over. Nothing in it is changed, so the run may be at work; checkpoints found broken on the way go to `warn`. Raises
@@ -86,7 +86,7 @@ def verified_checkpoint(path: Path) -> Path:
 
 
 def adapters(saved: Path) -> lora.LoRA | None:
-    """How the adapters that the checkpoint holds were made; None when it holds all weights."""
+    """The LoRA configuration of the checkpoint's adapters; None if it holds all weights."""
     how = store.meta(saved).get("lora")
     return None if how is None else lora.LoRA(**how)
 

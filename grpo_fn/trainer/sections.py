@@ -129,7 +129,7 @@ class Episodes:
         return EnvironmentPool(self.environment, workers=self.workers, deadline=self.deadline, memory_mb=self.memory_mb)
 
     def environments(self, tokenizer: PreTrainedTokenizerBase, pool: EnvironmentPool) -> Environments:
-        """What samplers need of it.
+        """The environments as samplers use them.
 
         Raises ValueError for a tokenizer in whose chat format turns cannot be appended exactly.
         """
@@ -191,7 +191,7 @@ class Teacher:
         return {name: model for name, model in self.models.items() if callable(model)}
 
     def sources(self) -> dict[str, hf.ModelSource]:
-        """Where each of the others comes from, by key. Raises ValueError for what is no model."""
+        """The sources of the loaded models by key. Raises ValueError for a value that is not a model."""
         not_loaded = self.on_servers() | self.of_policy()
         loaded = {name: model for name, model in self.models.items() if name not in not_loaded}
         return {name: model_source(model, "sections.Teacher.models") for name, model in loaded.items()}
@@ -256,7 +256,7 @@ class Evaluation:
     def grade_answers(
         self, greedy: Sampler, sampled: Sampler, problems: Sequence[Problem], *, key: Tensor, score: Scorer
     ) -> list[GradedAnswer]:
-        """What two samplers answer to the problems, and what the graders make of it: see `evaluation.evaluate`."""
+        """Answers of two samplers to the problems, with their grades: see `evaluation.evaluate`."""
         return evaluate(
             greedy,
             sampled,
@@ -358,7 +358,7 @@ def check_episodes(episodes: Episodes | None, sampling: Sampling) -> None:
 def open_environments(
     episodes: Episodes | None, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Environments | None, EnvironmentPool | nullcontext]:
-    """What samplers need of the environment, and the context in which its workers live; None where rows have one turn.
+    """The environments for samplers, and the context of their workers; None if rows have one turn.
 
     Raises ValueError for a tokenizer in whose chat format turns cannot be appended exactly.
     """
@@ -369,7 +369,7 @@ def open_environments(
 
 
 def model_source(model: object, knob: str) -> hf.ModelSource:
-    """Where a knob's model comes from: a folder or hub name, or what makes one. Raises ValueError for the rest."""
+    """The source of a knob's model: a folder or hub name, or a model factory. Raises ValueError for other values."""
     if isinstance(model, str):
         return hf.Pretrained(model)
     if not all(callable(getattr(model, method, None)) for method in ("config", "folder")):

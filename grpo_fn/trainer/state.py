@@ -1,4 +1,4 @@
-"""What a run keeps besides its policy, and how it comes back after it stopped or died."""
+"""The state of a run besides its policy, and its restoration after a stop or a crash."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ BEST = "eval/accuracy"  # what keep_best goes by
 
 @dataclass
 class Progress:
-    """What the loop carries from step to step besides the policy; all of it is in every checkpoint."""
+    """The state that the loop carries between steps, besides the policy; every checkpoint contains it."""
 
     state: RunState
     carried: Carry
@@ -37,7 +37,7 @@ class Progress:
 
 
 def read_history(run_dir: Path) -> list[health.Line]:
-    """What the rules of health remember of a run, from its metrics.jsonl."""
+    """The history that health rules read, from the run's metrics.jsonl."""
     rows = metrics_by_step(run_dir, torn_end=False)
     return health.trim_history([health.history_line(step, row) for step, row in rows.items()])
 
@@ -49,7 +49,7 @@ def figures_of(run_dir: Path, step: int) -> dict[str, float]:
 
 
 def line_gaps(run_dir: Path, step: int, checksums_every: int) -> list[str]:
-    """What metrics.jsonl and digests.jsonl lack of the steps up to a checkpoint's, or have twice, in words."""
+    """The steps up to a checkpoint's that metrics.jsonl and digests.jsonl lack or repeat, in words."""
     gaps = []
     for name, first, every in (("metrics.jsonl", 0, 1), (DIGESTS, checksums_every, checksums_every)):
         lines_of = Counter(line.step for line in step_lines(run_dir / name, torn_end=True))
@@ -81,7 +81,7 @@ def has_progress(run_dir: Path) -> bool:
 
 
 def packed_progress(progress: Progress, policy: FSDPPolicy, adapters: LoRA | None) -> tuple[dict[str, Any], dict]:
-    """What a checkpoint holds besides tensors: (blobs, meta)."""
+    """The parts of a checkpoint that are not tensors: (blobs, meta)."""
     measured_now = progress.evaluated == progress.state.step  # a score counts for the weights that earned it
     meta = {
         **progress.state._asdict(),
@@ -130,7 +130,7 @@ def newest_checkpoint(
 
 
 def pack_carried(carried: Carry) -> dict[str, Any]:
-    """What is carried, as containers of numbers, strings and tensors."""
+    """The carried state as containers of numbers, strings and tensors."""
     waiting = carried.waiting and {
         "uids": [problem.uid for problem in carried.waiting.problems],
         "rollout": pack_rollout(carried.waiting.rollout),

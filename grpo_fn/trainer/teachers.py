@@ -36,7 +36,7 @@ EncodePrompt = Callable[[str], list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptChange:
-    """What a teacher reads in the place of the policy's prompt."""
+    """The prompts that a teacher reads in place of the policy's."""
 
     prompt: PrivilegedPrompt | None  # None: the problem's own
     encode: EncodePrompt  # a prompt to token ids
@@ -258,7 +258,7 @@ def template_difference(
     encode: hf.Encode,
     prompts: Iterable[str],
 ) -> str | None:
-    """How a teacher's own chat template would give other tokens than the policy's; None where it does not."""
+    """The first token at which the teacher's chat template differs from the policy's, in words; None if it does not."""
     for prompt in islice(prompts, COMPARED):
         own_ids = encode(own, prompt)
         try:
@@ -345,7 +345,7 @@ def uses_teacher(settings: Settings, kind: SelfTeacher) -> bool:
 
 
 class PreparedTeachers(NamedTuple):
-    """What is known of the teachers."""
+    """The facts about the teachers."""
 
     folders: Mapping[str, str]  # of those that are loaded, by key
     changes: Mapping[str, PromptChange]  # of those that read other prompts than the policy, by key
@@ -400,7 +400,7 @@ def prompt_changes(
     tokenizers: Mapping[str, PreTrainedTokenizerBase],
     own: PreTrainedTokenizerBase,
 ) -> dict[str, PromptChange]:
-    """What each teacher reads; none where all of them read what the policy reads."""
+    """The prompts of each teacher; none if all of them read the policy's."""
     if how.prompt is None and how.encode_prompt is None:
         return {}
     encode = how.encode_prompt or settings.data.encode_prompt

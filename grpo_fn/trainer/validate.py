@@ -126,7 +126,7 @@ EIGHTS = 8  # of each vocabulary, to count draws in
 
 
 def draws_differ(token_sampler: TokenSampler, logits: Tensor, count: int, temperature: float) -> str | None:
-    """What is wrong with `count` draws at evenly spaced u, if they are not from softmax(logits / temperature)."""
+    """The error of `count` draws at evenly spaced u, if they are not from softmax(logits / temperature)."""
     u = (torch.arange(count) + 0.5) / count
     token, logp = token_sampler(logits.expand(count, -1), u)
     true = torch.log_softmax(logits.double() / temperature, dim=-1)
@@ -330,7 +330,7 @@ def try_token_sampler(token_sampler: Callable[..., Any], temperature: float) -> 
 
 
 def wrong_tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-    """What is wrong with a tensor that is to have this shape and kind of numbers, and to be finite; None if nothing."""
+    """The error of a tensor that should be finite and have this shape and kind of numbers; None if it has none."""
     if not isinstance(value, Tensor):
         return shown_type(value)
     kinds = (value.dtype is torch.bool, value.is_floating_point())

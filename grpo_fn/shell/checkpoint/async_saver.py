@@ -57,7 +57,7 @@ class SaveJob:
 
 
 class Trouble(NamedTuple):
-    """What went wrong on a rank, in words that travel."""
+    """A rank's error in words, so that it can be sent."""
 
     full: bool
     text: str
@@ -170,7 +170,7 @@ class AsyncSaver(AbstractContextManager):
         self._together(copied, job, partial(self.world.exchange, what="copying a checkpoint"))
 
     def _write(self, job: SaveJob) -> None:
-        """What the thread does. Both exchanges wait for the slowest rank, the second one for the main rank."""
+        """The thread's work. Both exchanges wait for the slowest rank, the second one for the main rank."""
         exchange = partial(self._exchange, job.step)
         try:
             written = self._together(partial(self._write_mine, job), job, exchange)
@@ -220,7 +220,7 @@ class AsyncSaver(AbstractContextManager):
         return brought
 
     def _together(self, f: Callable[[], T], job: SaveJob, exchange: Callable[[Any], list[Any]]) -> list[T]:
-        """What `f` returns on every rank; what it raises on any rank is raised on all of them."""
+        """The values of `f` on all ranks; an exception on any rank is raised on all of them."""
         result, error, trouble = None, None, None
         try:
             result = f()

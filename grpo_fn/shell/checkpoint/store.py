@@ -90,7 +90,7 @@ def meta(path: Path) -> dict[str, Any]:
 
 
 def checkpoint_flaw(root: Path, step: int) -> str | None:
-    """What is wrong with the checkpoint of a step; None where it verifies."""
+    """The error of a step's checkpoint; None if it verifies."""
     try:
         verify(root / f"step_{step}")
     except Broken as error:
@@ -239,7 +239,7 @@ def seal(folder: Path, step: int, meta: Mapping[str, Any], hashed: Mapping[str, 
 
 
 def entry(path: Path) -> Entry:
-    """What the manifest says of a file."""
+    """The manifest's entry of a file."""
     return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 

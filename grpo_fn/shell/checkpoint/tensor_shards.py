@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 
 class ShardPlan(NamedTuple):
-    """What each rank writes, in rank order, and the index without the places in the files."""
+    """The shards of each rank, in rank order, and the index without the offsets in the files."""
 
     plans: list[SavePlan]
     index: Metadata

@@ -104,7 +104,7 @@ class ToolServer:
         return "\n".join(json.dumps(schema, ensure_ascii=False) for schema in self._connected().schemas.values())
 
     def answer(self, call: ToolCall) -> str:
-        """What the tool answers; a text that begins with `error:` where it refuses, or is not there."""
+        """The tool's answer; a text that begins with `error:` if it refuses or does not exist."""
         connection = self._connected()
         if call.name not in connection.schemas:
             return f"error: got the tool {call.name!r}, expected one of {', '.join(connection.schemas)}"
@@ -157,7 +157,7 @@ class Connection:
             raise
 
     def call(self, name: str, arguments: Mapping[str, PlainData]) -> str:
-        """What a tool answers. Raises RuntimeError where the server does not."""
+        """A tool's answer. Raises RuntimeError if the server does not answer."""
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED
 

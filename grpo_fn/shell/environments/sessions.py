@@ -31,7 +31,7 @@ from grpo_fn.shell.episodes.answers import check_plain, state_digest
 
 
 class Observed(NamedTuple):
-    """What a session answered a reset or an action with."""
+    """A session's answer to a reset or an action."""
 
     text: str
     reward: float | None  # None: it cannot be scored
@@ -134,7 +134,7 @@ def session_environment(
 def start_session(
     problem: Problem, key: int, *, sessions: Sessions, reset_arguments: ResetArguments, opening: str
 ) -> Start:
-    """What a session shows once it is reset."""
+    """A session's observation after a reset."""
     arguments = check_plain(reset_arguments(problem, key), "reset_arguments")
     session, seen = sessions.begin(arguments)
     state = {"reset": arguments, "actions": [], "turns": 0, "observed": state_digest([*seen])}
@@ -151,7 +151,7 @@ def start_session(
 def step_session(
     state: Mapping[str, Any], message: Message, key: int, *, sessions: Sessions, read_action: ReadAction, max_turns: int
 ) -> Step:
-    """What a session shows after the action in the message; an error to read, and reward 0, where there is none."""
+    """A session's observation after the message's action; an error text and reward 0 if there is no action."""
     turns = state["turns"] + 1
     try:
         action = check_plain(read_action(message), "action")
@@ -432,6 +432,6 @@ class OpenEnvSession:
 
 
 def _reasons(refusal: Mapping[str, Any]) -> str:
-    """What is wrong with the fields of an action."""
+    """The error of an action's fields."""
     errors = refusal.get("errors") or [{"msg": refusal.get("message", "")}]
     return "; ".join(f"{'.'.join(map(str, one.get('loc', ())))} {one.get('msg', '')}".strip() for one in errors)

@@ -1,4 +1,4 @@
-"""What an environment answers, checked and as JSON: how it comes from a worker process, and how it stands on the tape.
+"""The answers of environments, checked and as JSON, as workers return them and the tape stores them.
 
 No torch in here: worker processes import this module. Every state goes through JSON, so an environment finds lists
 where it put tuples, whether its last step was in this process or in another.

@@ -162,7 +162,7 @@ TRIED = (
 
 @runtime_checkable
 class ChatFormat(Protocol):
-    """How a model family writes conversations. Implementations: `TextFormat`, `TemplateFormat`."""
+    """The conversation format of a model family. Implementations: `TextFormat`, `TemplateFormat`."""
 
     end: int  # the token that ends a turn
 
@@ -173,7 +173,7 @@ class ChatFormat(Protocol):
         """The ids behind a turn's end token: observations, up to where the policy writes again."""
 
     def parse(self, turn: Sequence[int]) -> Message:
-        """What the policy sampled in a turn, its end token included, as a message."""
+        """The message of a sampled turn, including its end token."""
 
     def read(self, turn: Sequence[int]) -> str:
         """The text of a turn as the policy wrote it, its calls and its thinking included, without special tokens."""
@@ -183,7 +183,7 @@ MakeChatFormat = Callable[[PreTrainedTokenizerBase], ChatFormat]
 
 
 class TokenizerFormat:
-    """What the formats over a tokenizer share."""
+    """The common part of formats over a tokenizer."""
 
     tokenizer: PreTrainedTokenizerBase
     read_calls: ReadCalls
@@ -208,7 +208,7 @@ def as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
 def first_difference(
     tokenizer: PreTrainedTokenizerBase, got: Sequence[int], expected: Sequence[int]
 ) -> tuple[int, str, str]:
-    """Where two rows that differ begin to, and what either has there, for people."""
+    """The first difference of two rows, with both tokens, in words."""
     pairs = enumerate(zip(got, expected, strict=False))
     place = next((i for i, (a, b) in pairs if a != b), min(len(got), len(expected)))
     first, second = (
@@ -257,7 +257,7 @@ class TemplateFormat(TokenizerFormat):
         return self.render(messages)
 
     def extend(self, messages: Sequence[Message]) -> list[int]:
-        """What stands behind a turn's end token. Raises ValueError for roles for which the template was not tried."""
+        """The tokens after a turn's end token. Raises ValueError for roles that were not tried with the template."""
         if odd := [message.role for message in messages if message.role not in self.observed]:
             raise ValueError(
                 f"chat template: got an observation of role {odd[0]!r}, expected {', '.join(self.observed)}"
@@ -332,7 +332,7 @@ class RendererFormat:
         return list(self.renderer.render_ids(as_dicts(messages), add_generation_prompt=True))
 
     def extend(self, messages: Sequence[Message]) -> list[int]:
-        """What stands behind a turn's end token. Raises ValueError where the renderer cannot append exactly."""
+        """The tokens after a turn's end token. Raises ValueError if the renderer cannot append exactly."""
         for pair in RENDERED_TURNS:
             first, second = (self._behind(turn, messages) for turn in pair)
             if first is None or second is None:
@@ -363,7 +363,7 @@ class RendererFormat:
         return self.tokenizer.decode(list(turn), skip_special_tokens=True)
 
     def _behind(self, turn: str, messages: Sequence[Message]) -> list[int] | None:
-        """What the package's bridge puts behind a turn; None where it has none that keeps the turn."""
+        """The tokens that the package's bridge puts after a turn; None if no bridge keeps the turn."""
         before = self.renderer.render_ids(list(RENDERED_OPENING), add_generation_prompt=True)
         written = [*self.tokenizer(turn, add_special_tokens=False)["input_ids"], self.end]
         found = self.renderer.bridge_to_next_turn(before, written, as_dicts(messages))

@@ -117,7 +117,7 @@ class EnvironmentCaller(Protocol):
 
 
 class GoesOn(NamedTuple):
-    """What stands behind a turn, and the next one: where it begins among the row's sampled tokens, its most tokens."""
+    """The observation after a turn, and the next turn: its start among the row's sampled tokens, its most tokens."""
 
     observed: list[int]
     sampled: int
@@ -126,7 +126,7 @@ class GoesOn(NamedTuple):
 
 @dataclass(frozen=True)
 class Environments:
-    """What samplers need of a run's environment."""
+    """A run's environment as samplers use it."""
 
     name: str
     pure: bool
@@ -252,7 +252,7 @@ class EpisodeRows:
         return True
 
     def go_on(self, b: int) -> GoesOn | None:
-        """What stands behind the row's last turn, once the environment has answered; None: the episode is over."""
+        """The observation after the row's last turn, once the environment has answered; None: the episode is over."""
         row = self.rows[b]
         found, row.asked = row.asked.result(), None
         self._compare(row, found)
@@ -322,7 +322,7 @@ class EpisodeRows:
         return f"{self.of.name}, problem {row.problem.uid}, sample {row.g}, turn {n + 1}"
 
     def _from_tape(self, row: EpisodeRow, taped: Taped, n: int) -> Answer:
-        """What the environment answered then. Where it was asked about something else, a failure, or TapeDiffers."""
+        """The recorded answer of the environment. If the question differs, a failure, or TapeDiffers."""
         was, written = taped.turns[n] if n < len(taped.turns) else None, row.turns[n].text
         if was is None or was.text != written or not was.answer:
             got = "the end of the tape" if was is None else f"a turn that began {was.text[:80]!r}"
@@ -386,7 +386,7 @@ class PendingAnswers:
         return [b for b, answer in answers.items() if answer.done()]
 
     def take(self, b: int) -> GoesOn | None:
-        """What stands behind the row's last turn, waited for if need be; None: the episode is over."""
+        """The observation after the row's last turn, waited for if necessary; None: the episode is over."""
         begun = time.perf_counter()
         del self.due[b]
         answer = self.rows.go_on(b)

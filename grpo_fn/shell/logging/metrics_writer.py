@@ -63,7 +63,7 @@ class MetricsWriter(AbstractContextManager):
         os.fsync(self._lines.fileno())  # a checkpoint of this step must never outlive the step's line
 
     def amend(self, step: int, values: Mapping[str, float | int]) -> None:
-        """What a step is found out about after its line was written goes into that line; the file is replaced at once.
+        """Add late metrics to the line of their step; the file is replaced atomically.
 
         Raises ValueError for a step without a line.
         """
@@ -313,7 +313,7 @@ MEASURES = ["eval/accuracy", "reward/mean", "reward/correct_rate", "loss/entropy
 
 
 def write_run_header(writer: MetricsWriter, run_dir: Path) -> None:
-    """What the events of a run open with: the charts, the knobs for the tab "HParams", the configuration as text."""
+    """The first events of a run: the charts, the knobs for the tab "HParams", the configuration as text."""
     writer.layout(LAYOUT)
     writer.hparams(read_hparams(run_dir), MEASURES)
     writer.text(0, "config", f"```\n{(run_dir / 'config.gin').read_text(encoding='utf-8')}\n```")

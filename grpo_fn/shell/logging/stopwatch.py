@@ -1,4 +1,4 @@
-"""What steps cost: wall-clock time by phase, traces of chosen steps by torch.profiler, memory of process and cards."""
+"""The cost of steps: wall-clock time by phase, torch.profiler's traces, memory of the process and the GPUs."""
 
 import gzip
 import sys
@@ -156,7 +156,7 @@ COMPILER = "torch._dynamo.convert_frame"
 
 
 def usage(world: World) -> dict[str, float]:
-    """What the ranks use of their machines; every rank calls it."""
+    """The ranks' use of their machines; every rank calls it."""
     figures = {"system/memory_gb": psutil.Process().memory_info().rss / 1e9}
     if world.device.type == "cuda":
         cards = world.exchange(card_usage(world.device), what="memory of the cards")

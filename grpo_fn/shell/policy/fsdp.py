@@ -45,7 +45,7 @@ WEIGHTS, OPTIMIZER, AVERAGE = "weights.", "optimizer.", "average."
 
 
 class TensorBlock(NamedTuple):
-    """Where a part of a tensor lies in the whole, and what it adds to the digest. Copies of a part are equal."""
+    """The place of a part of a tensor in the whole, and its share of the digest. Copies of a part are equal."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -57,7 +57,7 @@ Shares = dict[str, tuple[int, list[TensorBlock]]]  # of every tensor by name: it
 
 @dataclass
 class StepChecksums:
-    """What went through a policy: the learning signals, and of every update the gradients' shares."""
+    """The record of a policy's updates: the learning signals, and the digest shares of the gradients."""
 
     signals: list[tuple[Batch, Scores]] = field(default_factory=list)
     gradients: list[Shares] = field(default_factory=list)
@@ -74,7 +74,7 @@ def block_digests(tensors: Mapping[str, Tensor]) -> Shares:
 
 
 def local_blocks(tensor: Tensor) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], Tensor]]:
-    """What of the tensor lies here: ((offset, size), values)."""
+    """The part of the tensor on this rank: ((offset, size), values)."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return [(((0,) * tensor.ndim, tuple(tensor.shape)), tensor)]
@@ -350,7 +350,7 @@ class FSDPPolicy:
         return hf.named_tensors(self.model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, live: what trains (all of a whole model, with buffers), moments and average."""
+        """Live tensors of a checkpoint: trainable weights (of a whole model also buffers), moments, average."""
         named = self.named_tensors()
         partial = any(isinstance(x, nn.Parameter) and not x.requires_grad for x in named.values())
         kept = {name: x for name, x in named.items() if x.requires_grad or not partial}
@@ -363,7 +363,7 @@ class FSDPPolicy:
         return {**{f"{WEIGHTS}{name}": x.detach() for name, x in kept.items()}, **moments, **average}
 
     def counters(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors."""
+        """The parts of a checkpoint that are not tensors."""
         return {
             "updates": self.updates,
             "skipped": self.skipped,

@@ -43,7 +43,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What there is to know of a model before it is put in place."""
+    """The facts about a model before it is loaded."""
 
     folder: str
     config: PretrainedConfig
@@ -107,7 +107,7 @@ class ModelSpec:
         return logprob_model.eval()
 
     def prepare(self, model: nn.Module) -> None:
-        """What becomes of every block before it is sharded."""
+        """The treatment of every block before it is sharded."""
         for block in blocks(model):
             self.parallelism.compile(block)
             self.parallelism.activation_checkpointing(block)

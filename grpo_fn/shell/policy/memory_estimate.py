@@ -1,4 +1,4 @@
-"""What a run keeps in memory on each device, before anything is allocated.
+"""The memory of a run on each device, before anything is allocated.
 
 Counted are the weights of the empty model, an optimizer's moments and a micro-batch's activations; sums over them are
 what a device holds. Nothing of the model's size is allocated: shapes stand on the meta device, and the forward and
@@ -45,7 +45,7 @@ class Weight(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """How a device handles weights."""
+    """The handling of weights on a device."""
 
     width: int  # bytes of a number in the dtype that is computed in
     gathers: bool  # weights are gathered to compute: FSDP2; else they lie whole, in that dtype, where they train
@@ -78,7 +78,7 @@ class Part(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What one device holds: all the time, while it trains, while it samples."""
+    """The memory of one device: always, in training, in sampling."""
 
     standing: tuple[Part, ...]
     training: tuple[Part, ...]
@@ -212,7 +212,7 @@ def device_memory(
     cache: int,
     local_sampler: bool,
 ) -> Memory:
-    """What one device of the `mesh` (replicate, shard, tensor) holds, rows being about `width` tokens wide.
+    """The memory of one device of the `mesh` (replicate, shard, tensor), for rows of about `width` tokens.
 
     `relative_to` is a teacher that entropies are relative to. `cache` is the sampler's, in bytes; a `local_sampler` has
     weights in this process. Under tensor parallelism activations are counted as without it: too many.

@@ -1,4 +1,4 @@
-"""How a model is spread over the devices of a run: a mesh, FSDP2 and tensor parallelism applied from outside."""
+"""The sharding of a model: a mesh, FSDP2 and tensor parallelism applied from outside."""
 
 import logging
 import os
@@ -277,7 +277,7 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def check_tensor_plan(model: nn.Module, ranks: int) -> TensorPlan:
-    """What the model's own plan says of its blocks, once it is sure that `ranks` ranks can share them.
+    """The model's own tensor-parallel plan for its blocks, checked for `ranks` ranks.
 
     Raises ValueError for a model without a plan, for styles that are not among `KNOWN`, for heads and features that
     `ranks` does not divide, and for parameters beside divided layers of which the plan says nothing: they would see
@@ -313,7 +313,7 @@ def tensor_plan(model: nn.Module) -> TensorPlan:
 
 
 def _odd(model: nn.Module, name: str, style: str, ranks: int) -> str | None:
-    """What is wrong with that entry of the plan, as the end of a sentence; None when nothing is."""
+    """The error of that entry of the plan, as the end of a sentence; None if it has none."""
     if style not in KNOWN:
         return f"in the plan of {type(model).__name__}, expected styles among {', '.join(KNOWN)}; or tensor 1"
     if style == WHOLE:
@@ -375,7 +375,7 @@ def _styles(model: nn.Module, plan: TensorPlan) -> dict[str, ParallelStyle]:
 
 
 class BlockPlan(NamedTuple):
-    """How the blocks of a run are executed, and what a plan says of it."""
+    """The execution of a run's blocks, and its line in a plan."""
 
     parallelism: Parallelism  # with a `compile` that no longer depends on the device
     notes: tuple[str, ...]

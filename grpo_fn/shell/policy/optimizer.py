@@ -163,7 +163,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             self.others.step()
 
     def _orthogonal(self, update: Tensor, lr: float) -> Tensor:
-        """What torch's Muon adds to a whole matrix for this update: its step from zero, without momentum or decay."""
+        """The update of torch's Muon for a whole matrix: its step from zero, without momentum or decay."""
         if isinstance(update, DTensor):  # what is offloaded is gathered on the mesh's devices
             update = update.to(update.device_mesh.device_type).full_tensor()
         zero = nn.Parameter(torch.zeros_like(update))

@@ -403,7 +403,7 @@ class EnvironmentPool(WorkerPool):
             self._counts[name] += amount
 
     def figures(self) -> dict[str, float]:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return {name: float(counts[name]) for name in METRICS}

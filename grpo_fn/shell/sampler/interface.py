@@ -1,4 +1,4 @@
-"""What samplers are made from and make, and `DataParallelSampler`, which shares sampling among ranks."""
+"""The inputs and outputs of samplers, and `DataParallelSampler`, which shares sampling among ranks."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -103,7 +103,7 @@ class Server:
         return logp
 
     async def rpc(self, method: str) -> list[dict[str, Any]]:
-        """What a method of `worker_extension.Extension` returns on each worker."""
+        """The values of a method of `worker_extension.Extension` on all workers."""
         return (await self.post("/collective_rpc", json={"method": method}, seconds=self.seconds))["results"]
 
     async def version(self) -> str:

@@ -44,7 +44,7 @@ TAGS = ("weights", "kv_cache")  # what vLLM puts to sleep, in the order in which
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How vLLM is started in this process: the knobs of `vllm_sampler.colocated_sampler`."""
+    """The options of vLLM in this process: the knobs of `vllm_sampler.colocated_sampler`."""
 
     tensor_parallel: int
     max_model_len: int | None
@@ -271,7 +271,7 @@ class ColocatedEngine:
         return held
 
     def verify_weights(self, sent: Fingerprint, version: int) -> Fingerprint | None:
-        """What the engine holds; None if its layout hides that. Raises StaleEngine if it is not what was sent."""
+        """Fingerprint of the engine's weights; None if its layout hides them. Raises StaleEngine for other weights."""
         if (held := self._held()) == sent:
             return held
         # A layout may hide weights: then those that it was opened with are not recognised either.
@@ -333,7 +333,7 @@ class ColocatedEngine:
         gc.collect()
 
     def _together(self, what: str) -> AbstractContextManager[None]:
-        """Where the ranks of an engine wait for one another; an engine of one rank waits for no other."""
+        """A barrier of an engine's ranks; an engine of one rank does not wait."""
         return self.world.talking(what) if self.ranks > 1 else nullcontext()
 
     def _check_heads(self) -> None:

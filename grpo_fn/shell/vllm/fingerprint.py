@@ -98,7 +98,7 @@ def unpack_columns(module: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def own_part(module: nn.Module, name: str, part: Tensor, rank: int, ranks: int) -> Tensor:
-    """What of it no rank before this one holds as well."""
+    """The part that no earlier rank holds."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 

@@ -150,13 +150,13 @@ class Router:
                 raise self.no_server_error(label) from None
 
     def no_server_error(self, label: str) -> RuntimeError:
-        """What is raised when the deadline is over."""
+        """The exception at the deadline."""
         return RuntimeError(
             f"vLLM servers: got none for {self.deadline:g} s while {label} waited, expected one: {self.troubles()}"
         )
 
     def troubles(self) -> str:
-        """What was wrong with each, last."""
+        """The last error of each."""
         return "; ".join(f"{server.url}: {server.trouble}" for server in self.servers if server.trouble)
 
     # Which servers are in
@@ -188,7 +188,7 @@ class Router:
         self.pushed = True
 
     async def take_counts(self) -> Counter[str]:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         counts, self.counts = self.counts, Counter()
         return counts
 
@@ -379,7 +379,7 @@ async def raise_if_send_failed(server: RoutedServer, *, failed: Mapping[str, str
 
 
 def held_by_replica(receipts: Sequence[Mapping[str, Any]]) -> list[Fingerprint]:
-    """What each replica holds: its workers' shares together."""
+    """The fingerprint of each replica: the sum over its workers' shares."""
     replicas: dict[int, Fingerprint] = {}
     for receipt in receipts:
         share = Fingerprint(*receipt["held"])
@@ -394,7 +394,7 @@ PAUSES = ("wait", "keep")
 
 
 class ServerUpdate(NamedTuple):
-    """What the rank that gives weights announces to the others."""
+    """The announcement of the rank that pushes weights to the others."""
 
     newest: PushedWeights
     held: Fingerprint | None  # by every server; None if the layout of one hides that
@@ -483,7 +483,7 @@ class DedicatedEngine:
 
     @property
     def complaints(self) -> list[str]:
-        """Which servers were lost, and which came back."""
+        """The servers that were lost, and those that recovered."""
         return self._router.complaints
 
     def generate(

@@ -1,4 +1,4 @@
-"""How weights get from the trainer to vLLM servers: through files, or through NCCL.
+"""The transfer of weights from the trainer to vLLM servers: through files, or through NCCL.
 
 Both send chunk by chunk: the server learns of each by /update_weights and has loaded it before the next one is
 gathered, so that neither side holds the model a second time. `worker_extension` is the other end.
@@ -47,23 +47,23 @@ class Transfer(Protocol):
     backend: str  # the engine that servers have to be started with
 
     def meeting(self, url: str, workers: int) -> tuple[Info, Callable[[], None]]:
-        """What a server of so many workers gets at the first request, and what the trainer does meanwhile."""
+        """The first request to a server with so many workers, and the trainer's part in it."""
 
     def begin(self) -> None:
         """A new set of weights: what was kept of the last one is forgotten."""
 
     def offer(self, chunk: Chunk) -> Info:
-        """What the servers get to know of a chunk; all of them have the one before."""
+        """The announcement of a chunk to the servers; all of them have the previous chunk."""
 
     def carry(self, chunk: Chunk, urls: Sequence[str]) -> dict[str, str]:
-        """What the trainer does while the servers take it; the servers that this failed with, and how."""
+        """The trainer's part while the servers receive it; the servers that failed, with their errors."""
         return {}
 
     def end(self) -> None:
         """The set is complete."""
 
     def again(self) -> list[Info] | None:
-        """What announces the complete set to a server a second time; None if that is not possible."""
+        """The second announcement of the complete set to a server; None if that is impossible."""
 
     def close(self) -> None:
         """No more weights."""
@@ -210,7 +210,7 @@ class NcclTransfer(Transfer):
         return info, meet
 
     def offer(self, chunk: Chunk) -> Info:
-        """Which tensors will be broadcast."""
+        """The tensors that will be broadcast."""
         return {
             "names": [name for name, _ in chunk],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],

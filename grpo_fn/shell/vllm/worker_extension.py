@@ -1,4 +1,4 @@
-"""What our trainer needs in a vLLM server: `--worker-extension-cls grpo_fn.shell.vllm.worker_extension.Extension`.
+"""The trainer's extension of a vLLM server: `--worker-extension-cls grpo_fn.shell.vllm.worker_extension.Extension`.
 
 Importing it registers two weight-transfer engines, "grpo_file" and "grpo_nccl"; the class is mixed into every worker
 and answers /collective_rpc. Only vLLM imports this module, in its own process.
@@ -66,7 +66,7 @@ class Receiving:
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    """Where the trainer puts its files."""
+    """The folder of the trainer's files."""
 
     folder: str
 
@@ -153,7 +153,7 @@ class Extension:
     """Methods of every worker, for /collective_rpc. Their names must not be any that vLLM's worker has."""
 
     def grpo_described(self) -> dict[str, Any]:
-        """How the server was started, as far as it matters to a trainer."""
+        """The server's options that matter to a trainer."""
         config = self.vllm_config
         return {
             "backend": config.weight_transfer_config and config.weight_transfer_config.backend,
