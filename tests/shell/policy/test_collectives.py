@@ -155,18 +155,9 @@ def trace(mesh: str, rank: int, folder: str) -> list[Call]:
     loaded.logprob_model._linear = loaded.logprob_model.packs = True
     policy = FSDPPolicy(
         loaded.logprob_model,
-        world=world,
-        data=loaded.data,
-        reference_model=None,
-        dropout_modules=[],
-        seed=0,
-        micro_tokens=16,
-        min_micro_batches=1,
-        optimizer=bound["policy"].optimizer,
-        schedule=partial(optimizer.constant, warmup=0),
-        loss_scale=None,
-        initial_scale=1.0,
-        max_grad_norm=1.0,
+        **{"world": world, "data": loaded.data, "reference_model": None, "dropout_modules": [], "seed": 0},
+        **{"micro_tokens": 16, "min_micro_batches": 1, "optimizer": bound["policy"].optimizer, "max_grad_norm": 1.0},
+        **{"schedule": partial(optimizer.constant, warmup=0), "loss_scale": None, "initial_scale": 1.0},
     )
     tokens, mask = rows_of(VOCABULARY, groups=RANKS // 4, size=8, prompt=6, new=10)
     none = torch.zeros(mask.shape)
@@ -190,8 +181,7 @@ def main(mesh: str, *words: str) -> None:
     ranks = [*map(int, words)]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        setting = Setting(device="cpu", tiny=True, scratch=scratch)
-        folder = model_folder(setting, SHAPE)
+        folder = model_folder(Setting(device="cpu", tiny=True, scratch=scratch), SHAPE)
         for rank in ranks:
             if (child := os.fork()) == 0:
                 try:
@@ -224,23 +214,17 @@ def test_all_ranks_of_a_mesh_call_the_same_collectives_in_the_same_order(mesh: s
     assert not [*disagreements(traced(mesh, range(RANKS)))]
 
 
-@pytest.fixture(scope="module")
-def sample() -> dict[int, list[Call]]:
-    """Ranks of three dimensions, of which there are two for each dimension that differ in it alone."""
-    return traced("hybrid_shard+tensor_parallel", (0, 1, 2, 8, RANKS - 1))
-
-
 @pytest.mark.slow
-def test_a_dry_run_counts_the_bytes_that_a_rank_receives(sample) -> None:
+def test_a_dry_run_counts_the_bytes_that_a_rank_receives() -> None:
     """Each exactly, of weights that divide evenly among the ranks; else FSDP2 has padding besides."""
     bound = load_config(["run/arithmetic.gin", "scale/hybrid_shard.gin", "scale/tensor_parallel.gin"], []).kwargs()
-    how, config = bound["parallelism"], SHAPE.config()
-    model, mesh = memory_estimate.meta_model(config, None, "sdpa"), how.shape(RANKS, ON_HOST)
+    how, (calls,) = bound["parallelism"], traced("hybrid_shard+tensor_parallel", [0]).values()
+    model, mesh = memory_estimate.meta_model(SHAPE.config(), None, "sdpa"), how.shape(RANKS, ON_HOST)
     assert mesh == (8, 4, 2)
     received = Counter()
-    for call in sample[0]:
+    for call in calls:
         received[call.name.partition("::")[2], len(call.group)] += call.received
-    micro_batches, odd = divmod(sum(call.name == "c10d::_reduce_scatter_base_" for call in sample[0]), SHAPE.layers + 1)
+    micro_batches, odd = divmod(sum(call.name == "c10d::_reduce_scatter_base_" for call in calls), SHAPE.layers + 1)
     assert odd == 0
     step = DeviceStep(
         **{"mesh": mesh, "blocks": SHAPE.layers, "block_weights": SHAPE.matrices(), "head": (VOCABULARY, SHAPE.hidden)},
@@ -249,16 +233,16 @@ def test_a_dry_run_counts_the_bytes_that_a_rank_receives(sample) -> None:
         **{"group_size": 8, "prompt_tokens": 6, "new_tokens": 10, "frozen_passes": 0, "epochs": 1, "minibatches": 1},
         micro_batches=micro_batches,
     )
-    weights = memory_estimate.weights(model, 4, 2)
-    said = {one.name: one.bytes for one in traffic(step, weights, how, on_host=ON_HOST)}
-    assert said["weights, gathered"] == received["_allgather_base_", 4]
-    assert said["gradients, reduced"] == received["_reduce_scatter_base_", 4]
-    assert said["gradients, of other copies"] == received["allreduce_", 8]
-    gathers = [received["all_gather_into_tensor", ranks] for ranks in (4, 2)]
-    assert said["weights, for the sampler"] == sum(gathers)
-    assert "sums of shared products" in said
-    summed = sum(call.kind()[:2] == ("_c10d_functional::all_reduce", 2) for call in sample[0])
+    said = {one.name: one.bytes for one in traffic(step, memory_estimate.weights(model, 4, 2), how, on_host=ON_HOST)}
+    summed = sum(call.kind()[:2] == ("_c10d_functional::all_reduce", 2) for call in calls)
     assert summed == 7 * SHAPE.layers * micro_batches + 1  # and one of the norm
+    assert said.pop("sums of shared products")
+    assert said == {
+        "weights, gathered": received["_allgather_base_", 4],
+        "gradients, reduced": received["_reduce_scatter_base_", 4],
+        "gradients, of other copies": received["allreduce_", 8],
+        "weights, for the sampler": sum(received["all_gather_into_tensor", ranks] for ranks in (4, 2)),
+    }
 
 
 if __name__ == "__main__":

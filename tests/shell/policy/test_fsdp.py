@@ -139,10 +139,9 @@ def test_gradients_of_every_loss_with_every_aggregation_and_penalty_are_the_orac
 def check_gradients(name: str, f: partial, seed: int) -> None:
     batch, oracle = batch_for(name, seed), FunctionalPolicy(MODELS[name](V), temperature=0.7)
     climb(oracle, [batch], f, count(batch))
-    for parts in ([batch], shuffled_parts(batch, 3, seed)):
-        policy = local(MODELS[name](V))
-        climb(policy, parts, f, count(batch))
-        assert_same(grads(policy), grads(oracle), 1e-6)
+    policy = local(MODELS[name](V))
+    climb(policy, shuffled_parts(batch, 3, seed), f, count(batch))
+    assert_same(grads(policy), grads(oracle), 1e-6)
 
 
 @settings(max_examples=max(10, EXAMPLES // 2))
@@ -163,10 +162,9 @@ def test_float64_gradients_agree_at_any_temperature_size_and_budget(name, which,
     assert_same(grads(mine), grads(oracle), IN_FLOAT64[name])
 
 
-@pytest.mark.parametrize("least", [1, 2, 5, 9])
+@pytest.mark.parametrize("least", [1, 2, 9])
 def test_an_update_accumulates_as_many_micro_batches_as_expected_where_there_are_rows(least):
-    batch = batch_for(sorted(MODELS)[0], 0, 6)
-    policy = local(MODELS[sorted(MODELS)[0]](V), micro_tokens=10**6, min_micro_batches=least)
+    batch, policy = batch_for("qwen2_tied", 0, 6), local(qwen2_tied(V), micro_tokens=10**6, min_micro_batches=least)
     parts = policy.split_rows(batch)
     learning = batch.mask.any(-1).nonzero()[:, 0].tolist()
     assert sorted(row for part in parts for row in part.tolist() if row >= 0 and batch.mask[row].any()) == learning
@@ -189,16 +187,19 @@ def test_any_cotangent_is_pulled_back_alike(name, seed, silent):
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_scores_are_the_oracles_and_zero_where_nothing_was_sampled(name):
-    batch = batch_for(name, 3)
-    mine, oracle = (
-        p.vjp(batch)[0] for p in (local(MODELS[name](V)), FunctionalPolicy(MODELS[name](V), temperature=0.7))
+def test_scores_and_energies_are_the_oracles_and_zero_where_nothing_was_sampled(name):
+    tokens, mask = tokens_and_mask(3, 7)  # the budget of 30 tokens takes three rows at a time
+    mine, oracle = local(MODELS[name](V)), FunctionalPolicy(MODELS[name](V), temperature=0.7)
+    found, right = (
+        [*p.vjp(plain(tokens, mask))[0], p.energy(*asked)]
+        for p, asked in ((mine, (rollout(tokens, mask),)), (oracle, (tokens, mask)))
     )
-    for got, expected in zip(mine, oracle, strict=True):
+    for got, expected in zip(found, right, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=5e-6)
-        assert (got[~batch.mask] == 0).all()
+        assert (got[~mask] == 0).all()
         assert not got.requires_grad
-    assert (mine.logp[batch.mask] < 0).all()
+    assert (found[0][mask] < 0).all()
+    assert (found[2][mask] > 0).all()
 
 
 def test_scores_are_those_of_a_loop_over_prefixes():
@@ -211,22 +212,17 @@ def test_scores_are_those_of_a_loop_over_prefixes():
             torch.testing.assert_close(got.entropy[b, t], torch.special.entr(p).sum(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "linear"), [("qwen2_tied", True), ("qwen3_untied", True), ("gemma2_capped", False)])
 @pytest.mark.parametrize("size", [1.0, 1e-3])
-def test_a_head_is_linear_when_nothing_follows_the_product_however_small_the_logits(name, linear, size):
-    model = MODELS[name](V)
+def test_a_head_is_linear_when_it_is_a_product_alone_however_small_the_logits(size):
+    untied = [qwen3_untied(V) for _ in range(3)]
+    untied[0].lm_head = nn.Linear(16, V, bias=True)
+    untied[1].lm_head.register_forward_hook(lambda module, args, logits: logits * 0.5)
+    untied[2].lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+    models = [*(MODELS[name](V) for name in ("qwen2_tied", "qwen3_untied", "gemma2_capped")), *untied]
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(size)
-    assert has_linear_head(model) is linear
-
-
-def test_a_biased_or_scaled_head_is_not_linear():
-    biased, scaled = qwen3_untied(V), qwen3_untied(V)
-    biased.lm_head = nn.Linear(16, V, bias=True)
-    scaled.lm_head.register_forward_hook(lambda module, args, logits: logits * 0.5)
-    inward = qwen3_untied(V)
-    inward.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
-    assert [has_linear_head(m) for m in (biased, scaled, inward)] == [False, False, False]
+        for model in models:
+            model.get_output_embeddings().weight.mul_(size)
+    assert [has_linear_head(model) for model in models] == [True, True, *[False] * 4]
 
 
 # -- one optimizer step
@@ -303,27 +299,29 @@ def test_a_broken_gradient_raises_and_changes_nothing(broken):
     policy, untouched = local(qwen2_tied(V)), local(qwen2_tied(V))
     for p in (policy, untouched):
         step_once(p)
-    before = snapshot(policy)
     scores, pullback = policy.vjp(batch_for("qwen2_tied", 1))
     signal = torch.zeros_like(scores.logp)
     signal[0, 2] = broken
     pullback(Scores(signal, torch.zeros_like(signal)))
     with pytest.raises(FloatingPointError, match=r"got a gradient norm of (nan|inf) at optimizer step 1"):
         policy.update()
-    assert identical(snapshot(policy), before)
-    assert identical(policy.tensors(), untouched.tensors())
-    assert identical([step_once(p, 2) for p in (policy,)], [step_once(untouched, 2)])
-    assert identical(snapshot(policy), snapshot(untouched))
+    for _ in range(2):
+        assert identical(policy.tensors(), untouched.tensors())
+        assert step_once(policy, 2) == step_once(untouched, 2)
 
 
-def test_a_step_without_any_signal_changes_no_weight():
-    policy = local(qwen2_tied(V))
+def test_a_step_without_any_signal_changes_no_weight_and_rows_without_a_sampled_token_score_nothing():
+    policy, batch = local(qwen2_tied(V)), batch_for("qwen2_tied", 1)
     step_once(policy)
     before = snapshot(policy)
-    scores, pullback = policy.vjp(batch_for("qwen2_tied", 1))
+    scores, pullback = policy.vjp(batch)
     pullback(Scores(*(torch.zeros_like(x) for x in scores)))
     assert policy.update()["loss/grad_norm"] == 0.0
     assert identical(snapshot(policy), before)
+    scores, pullback = policy.vjp(plain(batch.tokens, torch.zeros_like(batch.mask)))
+    assert not scores.logp.any()
+    pullback(Scores(*(torch.ones_like(x) for x in scores)))
+    assert policy.update()["loss/grad_norm"] == 0.0
 
 
 # -- logp, reference, weights
@@ -341,27 +339,14 @@ def test_logp_is_what_vjp_scores_and_follows_the_weights(name):
         policy.update()
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_energies_are_the_oracles_and_zero_where_nothing_was_sampled(name):
-    tokens, mask = tokens_and_mask(0, 7)
-    policy, oracle = local(MODELS[name](V)), FunctionalPolicy(MODELS[name](V), temperature=0.7)
-    got = policy.energy(rollout(tokens, mask))
-    assert not got.requires_grad
-    assert (got[~mask] == 0).all()
-    assert (got[mask] > 0).all()
-    torch.testing.assert_close(got, oracle.energy(tokens, mask), rtol=0, atol=5e-6)
-
-
 def test_the_reference_stays_where_the_policy_began():
-    assert local(qwen2_tied(V)).reference(rollout(*tokens_and_mask(0, 4))) is None
-    policy = local(qwen2_tied(V), reference=True)
     seen = rollout(*tokens_and_mask(0, 4))
+    assert local(qwen2_tied(V)).reference(seen) is None
+    policy = local(qwen2_tied(V), reference=True)
     began = policy.logp(seen)
     step_once(policy)
     assert torch.equal(policy.reference(seen), began)
     assert not torch.equal(policy.logp(seen), began)
-    with policy.reference_model() as beside:
-        assert all(not p.requires_grad for p in beside.parameters())
 
 
 def test_every_weight_is_named_once_and_shared():
@@ -413,12 +398,3 @@ def test_a_row_that_begins_with_a_sampled_token_is_refused(make):
     mask[1, 0] = True
     with pytest.raises(ValueError, match="first token is marked as sampled; expected at least one prompt token"):
         make(qwen2_tied(V)).vjp(plain(tokens, mask))
-
-
-def test_rows_without_a_sampled_token_score_nothing():
-    tokens, mask = tokens_and_mask(0, 3)
-    policy = local(qwen2_tied(V))
-    scores, pullback = policy.vjp(plain(tokens, torch.zeros_like(mask)))
-    assert not scores.logp.any()
-    pullback(Scores(torch.ones_like(scores.logp), torch.ones_like(scores.logp)))
-    assert policy.update()["loss/grad_norm"] == 0.0

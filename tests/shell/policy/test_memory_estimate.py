@@ -1,6 +1,6 @@
 """What a run is said to keep in memory is what it allocates."""
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import estimating_rank as rank
@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from grpo_fn.shell.model import blocks, logprob_model, lora
 from grpo_fn.shell.policy import memory_estimate, optimizer
-from grpo_fn.shell.policy.memory_estimate import Arrangement, Memory, Passing, per_device
+from grpo_fn.shell.policy.memory_estimate import Arrangement, Passing, per_device
 from grpo_fn.shell.policy.mesh import PREFETCH
 from grpo_fn.shell.world import alone
 
@@ -70,15 +70,9 @@ def test_a_teacher_is_what_is_allocated_for_it(folder, size):
     config = AutoConfig.from_pretrained(folder)
     got = crew(size).run(rank.teachers_in_every_way, folder)
     for i, (strategy, dtype) in enumerate(rank.TEACHER_WAYS):
-        mesh = rank.scale(strategy).shape(size, size)
-        teachers = standing_teachers(config, strategy, dtype, mesh, 1)
+        teachers = standing(config, strategy, dtype, rank.scale(strategy).shape(size, size), [config])["teachers"]
         assert max(one[i] for one in got) == teachers.bytes  # the rank that keeps most
         assert teachers.host is False
-
-
-def standing_teachers(config, strategy, dtype, mesh, number) -> memory_estimate.Part:
-    said = estimated(config, strategy, dtype, mesh, [config] * number).standing
-    return next(part for part in said if part.name == "teachers")
 
 
 def test_an_average_is_as_large_as_what_trains_in_float32(folder):
@@ -86,8 +80,8 @@ def test_an_average_is_as_large_as_what_trains_in_float32(folder):
     for adapters, dtype in ((None, torch.bfloat16), (rank.HOW, torch.float32)):
         parts, without = (
             {
-                part.name: part.bytes
-                for part in estimated(config, "full", dtype, (1, 1, 1), [], average, adapters).standing
+                name: part.bytes
+                for name, part in standing(config, "full", dtype, (1, 1, 1), [], average, adapters).items()
             }
             for average in (True, False)
         )
@@ -95,26 +89,15 @@ def test_an_average_is_as_large_as_what_trains_in_float32(folder):
         assert without == parts | {"moving average": 0}
 
 
-def estimated(config, strategy, dtype, mesh, teachers, average=False, adapters=None, relative_to=None) -> Memory:
-    return memory_estimate.device_memory(
-        config,
-        adapters,
-        rank.scale(strategy),
-        rank.ADAMW,
-        mesh=mesh,
-        dtype=dtype,
-        attention="sdpa",
-        reference=False,
-        teachers=teachers,
-        offload_teachers=False,
-        relative_to=relative_to,
-        average=average,
-        micro_tokens=64,
-        width=8,
-        logits_chunk_elements=2**20,
-        cache=0,
-        local_sampler=True,
+def standing(config, strategy, dtype, mesh, teachers, average=False, adapters=None) -> dict[str, memory_estimate.Part]:
+    """What is there all the time, by name."""
+    found = memory_estimate.device_memory(
+        *(config, adapters, rank.scale(strategy), rank.ADAMW),
+        **{"mesh": mesh, "dtype": dtype, "attention": "sdpa", "reference": False, "teachers": teachers},
+        **{"offload_teachers": False, "relative_to": None, "average": average, "micro_tokens": 64, "width": 8},
+        **{"logits_chunk_elements": 2**20, "cache": 0, "local_sampler": True},
     )
+    return {part.name: part for part in found.standing}
 
 
 SHAPE = {
@@ -148,12 +131,9 @@ def test_a_head_beside_a_teachers_is_what_is_allocated(dtype, trained, tokens):
         assert said > 1.5 * memory_estimate.logit_bytes(elements, *shape, trained=trained, teacher=None)
 
 
-@cache
-def alive(changed, *, layers: int = 3, adapters=None, dtype=torch.float32, attention="sdpa", rows=4, width=40) -> int:
-    config = Qwen2Config(**SHAPE, num_hidden_layers=layers)
-    return memory_estimate.activation_bytes(
-        config, adapters, changed, dtype=dtype, attention=attention, rows=rows, width=width
-    )
+def alive(layers: int) -> int:
+    config, how = Qwen2Config(**SHAPE, num_hidden_layers=layers), {"dtype": torch.float32, "attention": "sdpa"}
+    return memory_estimate.activation_bytes(config, None, blocks.no_checkpointing, **how, rows=4, width=40)
 
 
 def saved(layers: int) -> int:
@@ -177,10 +157,8 @@ def test_activations_are_those_that_a_pass_with_data_keeps():
     besides them, what the backward pass has in hand at its fullest."""
     small, large = saved(3), saved(6)
     repeated, mask = 160 * 2 * (4 - 2) * 8 * 4, 160 * 8 * 4
-    assert alive(blocks.no_checkpointing, layers=6) - alive(blocks.no_checkpointing, layers=3) == large - small + 3 * (
-        repeated + mask
-    )
-    assert small <= alive(blocks.no_checkpointing, layers=3) <= 1.25 * small
+    assert alive(6) - alive(3) == large - small + 3 * (repeated + mask)
+    assert small <= alive(3) <= 1.25 * small
 
 
 class Moment8(torch.optim.Optimizer):
@@ -228,16 +206,12 @@ def test_muon_keeps_one_moment_of_a_blocks_matrix_and_two_of_the_rest(folder):
 
 @pytest.mark.parametrize("adapters", [None, rank.HOW])
 def test_tensor_parallel_divides_the_blocks_products_alone(adapters: lora.LoRA | None):
-    config = Qwen2Config(**SHAPE, num_hidden_layers=3)
-    model = memory_estimate.meta_model(config, adapters, "sdpa")
+    model = memory_estimate.meta_model(Qwen2Config(**SHAPE, num_hidden_layers=3), adapters, "sdpa")
     whole, halves = memory_estimate.weights(model, 1, 1), memory_estimate.weights(model, 1, 2)
     for (name, p), one, half in zip(model.named_parameters(), whole, halves, strict=True):
-        layer = "_proj" in name
-        row_bias, first = (
-            name.endswith("o_proj.bias") or name.endswith("down_proj.bias"),
-            "o_proj" in name or "down_" in name,
-        )
-        free = not layer or row_bias or (".lora_B." in name if first else ".lora_A." in name)
+        rowwise = "o_proj" in name or "down_proj" in name
+        free = "_proj" not in name or (rowwise and (name.endswith("bias") or ".lora_B." in name))
+        free |= not rowwise and ".lora_A." in name
         assert half.part == half.whole == one.whole // (1 if free else 2), name
         assert one.matrix == (p.ndim == 2)
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from policies import mesh_of_one
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from grpo_fn.shell.policy import optimizer
 
@@ -30,10 +31,6 @@ needs_torchao = pytest.mark.skipif(
     reason="NOT TESTED: adamw_8bit needs torchao: pip install 'grpo-fn[adamw8bit]'",
 )
 adamw_8bit = partial(optimizer.adamw, implementation="8bit")
-ALL = [
-    optimizer.adamw,
-    pytest.param(adamw_8bit, marks=needs_torchao),
-]
 
 
 def muon(params, **adamw) -> torch.optim.Optimizer:
@@ -43,7 +40,7 @@ def muon(params, **adamw) -> torch.optim.Optimizer:
     return optimizer.muon(params, momentum=0.9, **adamw)
 
 
-ALL.append(muon)
+ALL = [optimizer.adamw, pytest.param(adamw_8bit, marks=needs_torchao), muon]
 
 
 def net(seed: int) -> nn.Module:
@@ -62,11 +59,9 @@ def gradients(model: nn.Module, seed: int, steps: int) -> list[list[torch.Tensor
 
 def step(made: torch.optim.Optimizer, params: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
     for p, grad in zip(params, grads, strict=True):
-        if isinstance(p, torch.distributed.tensor.DTensor):
-            local = grad.clone()  # a world of one holds all of it
-            p.grad = torch.distributed.tensor.DTensor.from_local(local, p.device_mesh, p.placements)
-        else:
-            p.grad = grad.clone()
+        p.grad = grad.clone()
+        if isinstance(p, DTensor):  # a world of one holds all of it
+            p.grad = DTensor.from_local(grad.clone(), p.device_mesh, p.placements)
     made.step()
 
 
@@ -152,16 +147,14 @@ def sharded(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("make", ALL)
 def test_a_sharded_step_is_the_whole_one(make):
-    whole, parts = net(3), sharded(net(3))
-    one, other = (make(model.parameters(), **KNOBS) for model in (whole, parts))
-    for grads in gradients(whole, 3, 3):
-        step(one, list(whole.parameters()), grads)
+    model, parts = net(3), sharded(net(3))
+    one, other = (make(some.parameters(), **KNOBS) for some in (model, parts))
+    for grads in gradients(model, 3, 3):
+        step(one, list(model.parameters()), grads)
         step(other, list(parts.parameters()), grads)
-    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
+    for p, q in zip(model.parameters(), parts.parameters(), strict=True):
         assert torch.equal(p, q.full_tensor())
-        for key, value in one.state[p].items():
-            theirs = optimizer.moment_value(other.state[q][key])
-            assert torch.equal(optimizer.moment_value(value), getattr(theirs, "full_tensor", lambda t=theirs: t)())
+        assert all(torch.equal(whole(value), whole(other.state[q][key])) for key, value in one.state[p].items())
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -171,12 +164,9 @@ def test_an_optimizer_is_restored_bit_for_bit(make, spread):
     model, again = (sharded(net(5)) if spread else net(5) for _ in range(2))
     made, fresh = (make(m.parameters(), **KNOBS) for m in (model, again))
     draw = torch.Generator().manual_seed(5)
-
-    def wild():
-        return [torch.randn(p.shape, generator=draw) ** 5 for p in model.parameters()]
-
-    for _ in range(3):
-        step(made, list(model.parameters()), wild())
+    wild = [[torch.randn(p.shape, generator=draw) ** 5 for p in model.parameters()] for _ in range(5)]
+    for grads in wild[:3]:
+        step(made, list(model.parameters()), grads)
     step(fresh, list(again.parameters()), [torch.zeros(p.shape) for p in again.parameters()])
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
         with torch.no_grad():
@@ -186,20 +176,17 @@ def test_an_optimizer_is_restored_bit_for_bit(make, spread):
             assert not hasattr(getattr(held, "_local_tensor", held), "codes")
             held.copy_(optimizer.moment_value(made.state[p][key]))
             optimizer.load_moment(value, held)
-            assert torch.equal(_all(optimizer.moment_value(value)), _all(optimizer.moment_value(made.state[p][key]))), (
-                key
-            )
-    for _ in range(2):
-        grads = wild()
+            assert torch.equal(whole(value), whole(made.state[p][key])), key
+    for grads in wild[3:]:
         step(made, list(model.parameters()), grads)
         step(fresh, list(again.parameters()), grads)
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(_all(p), _all(q))
+        assert torch.equal(whole(p), whole(q))
 
 
-def _all(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = optimizer.moment_value(tensor.detach())
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @needs_torchao

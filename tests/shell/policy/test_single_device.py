@@ -1,6 +1,7 @@
 """On one device FSDP2 casts weights and adds gradients up without its copies, and nothing else is another."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import estimating_rank as rank
@@ -33,23 +34,13 @@ def folder(tmp_path_factory):
 
 def policy_in(folder, dtype: torch.dtype, checkpointing=blocks.no_checkpointing, *, reference: bool = False):
     spec = rank.placing(folder, "full", None, dtype)
-    scale = {**vars(spec.parallelism), "activation_checkpointing": checkpointing}
-    spec = type(spec)(**{**vars(spec), "parallelism": type(spec.parallelism)(**scale)})
-    loaded = load_and_shard.load_and_shard(WORLD, spec, reference=reference, teachers={})
+    spec = replace(spec, parallelism=replace(spec.parallelism, activation_checkpointing=checkpointing))
+    placed = load_and_shard.load_and_shard(WORLD, spec, reference=reference, teachers={})
     return FSDPPolicy(
-        loaded.logprob_model,
-        world=WORLD,
-        data=loaded.data,
-        reference_model=loaded.reference_model,
-        dropout_modules=[],
-        seed=0,
-        micro_tokens=64,
-        min_micro_batches=1,
-        optimizer=rank.ADAMW,
-        schedule=partial(optimizer.constant, warmup=0),
-        loss_scale=None,
-        initial_scale=1.0,
-        max_grad_norm=1.0,
+        placed.logprob_model,
+        **{"world": WORLD, "data": placed.data, "reference_model": placed.reference_model, "dropout_modules": []},
+        **{"seed": 0, "micro_tokens": 64, "min_micro_batches": 1, "optimizer": rank.ADAMW, "max_grad_norm": 1.0},
+        **{"schedule": partial(optimizer.constant, warmup=0), "loss_scale": None, "initial_scale": 1.0},
     )
 
 
@@ -102,24 +93,20 @@ def test_every_bit_is_what_it_is_with_fsdp2s_copies(folder, dtype, checkpointing
     for copies in (False, True):
         if copies:
             monkeypatch.setattr(load_and_shard, "skip_copies", lambda root: None)
-        policy = policy_in(folder, dtype, checkpointing)
-        seen = []
+        policy, seen = policy_in(folder, dtype, checkpointing), []
         for _ in range(2):
             policy.note()
             seen += gradients(policy, parts=3)
             policy.update()
-            seen.append({name: full_tensor(x).clone() for name, x in policy.tensors().items()})
-            seen.append(policy.digests())
+            seen += [{name: full_tensor(x).clone() for name, x in policy.tensors().items()}, policy.digests()]
         results.append(seen)
     mine, theirs = results
-    assert len(mine) == len(theirs) == 10
     for a, b in zip(mine, theirs, strict=True):
         assert list(a) == list(b)
         for name, x in a.items():
             assert (x == b[name]) if isinstance(x, str) else torch.equal(x, b[name]), name
     assert all(x.dtype is torch.float32 and x.any() for x in mine[0].values())
-    (first, *_), (second, *_) = (mine[i].values() for i in (3, 8))
-    assert not torch.equal(first, second)  # weights moved
+    assert not all(map(torch.equal, mine[3].values(), mine[8].values()))  # weights moved
 
 
 def test_a_micro_batch_casts_each_weight_where_it_is_gathered_and_adds_each_gradient_once(folder, monkeypatch):
@@ -152,13 +139,9 @@ def test_weights_that_do_not_compute_have_no_cast(folder):
     before = {name: x.to_local().data_ptr() for name, x in policy.named_tensors().items()}
     gradients(policy, parts=1)
     assert {name: x.to_local().data_ptr() for name, x in policy.named_tensors().items()} == before
-    held = [
-        param._unsharded_param.untyped_storage().nbytes()
-        for module in policy.logprob_model.modules()
-        if isinstance(module, FSDPModule)
-        for param in module._get_fsdp_state()._fsdp_param_group.fsdp_params
-    ]
-    assert held == [0] * len(before)
+    modules = [module for module in policy.logprob_model.modules() if isinstance(module, FSDPModule)]
+    params = [x for module in modules for x in module._get_fsdp_state()._fsdp_param_group.fsdp_params]
+    assert [x._unsharded_param.untyped_storage().nbytes() for x in params] == [0] * len(before)
 
 
 def test_on_one_device_a_frozen_copy_lies_whole_in_the_dtype_of_the_computation(folder):
