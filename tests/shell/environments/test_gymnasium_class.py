@@ -53,8 +53,8 @@ def test_an_episode_walks_to_the_end():
 def test_no_action_is_an_observation_and_leaves_the_object_where_it_is():
     before = Corridor.opened
     _, (none, forward) = play_script(corridor(), PROBLEM, [says("nowhere"), says("forward")], 3)
-    assert none.messages == (Message("user", "error: got no action, expected one of forward, back"),)
-    assert (none.reward, none.done) == (0.0, False)
+    error = (Message("user", "error: got no action, expected one of forward, back"),)
+    assert (none.messages, none.reward, none.done) == (error, 0.0, False)
     assert '"place": 1' in forward.messages[0].content
     assert Corridor.opened == before + 1
 
@@ -92,23 +92,16 @@ def test_sessions_that_look_alike_are_known_by_their_actions():
     environment = corridor(show=hide, max_sessions=3)
     ahead = environment.start(PROBLEM, 7).state
     environment.step(environment.start(PROBLEM, 7).state, says("back"), 0)
-    rewards = []
-    for _ in range(4):
-        step = environment.step(ahead, says("forward"), 0)
-        rewards.append(step.reward)
-        ahead = step.state
-        if step.done:
-            break
-    assert rewards[-1] == 1.0
+    done = False
+    while not done:
+        ahead, _, reward, done, *_ = environment.step(ahead, says("forward"), 0)
+    assert reward == 1.0
 
 
 def test_an_object_that_does_not_depend_on_its_actions_alone_is_a_failure():
     environment = corridor(make=Drifting)
-    state = environment.start(PROBLEM, 0).state
-    after = environment.step(state, says("forward"), 0).state
-    with pytest.raises(
-        RuntimeError, match=r"got another answer from the same 1 actions.*expected a session that depends"
-    ):
+    after = environment.step(environment.start(PROBLEM, 0).state, says("forward"), 0).state
+    with pytest.raises(RuntimeError, match=r"another answer from the same 1 actions.*expected a session that depends"):
         corridor(make=Drifting).step(after, says("forward"), 0)
 
 
@@ -119,10 +112,9 @@ def test_an_object_that_does_not_depend_on_its_actions_alone_is_a_failure():
         (Unbounded, "step: got the reward nan, expected a finite number"),
     ],
 )
-def test_what_is_not_of_the_shape_is_refused_and_closed(make, said):
+def test_an_answer_of_another_shape_is_refused_and_the_session_closed(make, said):
     environment = corridor(make=make)
-    state = environment.start(PROBLEM, 0).state
-    running = make.running
+    state, running = environment.start(PROBLEM, 0).state, make.running
     with pytest.raises(ValueError, match=said):
         environment.step(state, says("forward"), 0)
     assert make.running == running - 1

@@ -96,12 +96,9 @@ def test_an_episode_in_a_worker_calls_the_tools_and_is_graded():
     with EnvironmentPool(environment, workers=1, deadline=60.0, memory_mb=4096) as pool:
         start = pool.start(PROBLEM, 0).result()
         system, user = start.messages
-        lines = system.content.splitlines()
-        assert lines[0] == "Tools:"
-        assert lines[1].startswith(
-            '{"type": "function", "function": {"name": "add", "description": "Add two whole numbers.'
-        )
-        assert user.content == "What is 2 + 3?"
+        first, tool, *_ = system.content.splitlines()
+        described = '{"type": "function", "function": {"name": "add", "description": "Add two whole numbers.'
+        assert (first, tool[: len(described)], user.content) == ("Tools:", described, "What is 2 + 3?")
         called = pool.step(start.state, asks("add", a=2, b=3)._replace(malformed="got '{', expected JSON"), 1).result()
         assert called.messages == (Message("tool", "5", "add"), Message("tool", "error: got '{', expected JSON"))
         died = pool.step(called.state, asks("end"), 2).result()
@@ -154,6 +151,21 @@ def test_a_server_that_does_not_start_says_so(command, variables, deadline, said
         server.describe()
 
 
+TWICE = """
+import json, sys
+tool = {"name": "same", "inputSchema": {"type": "object"}}
+info = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
+results = {"initialize": info, "tools/list": {"tools": [tool, tool]}}
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" in asked:
+        result = {"error": {"code": -32601, "message": "unknown"}}
+        if asked["method"] in results:
+            result = {"result": results[asked["method"]]}
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **result}), flush=True)
+"""
+
+
 def test_a_name_twice_is_refused(tmp_path):
     program = tmp_path / "twice.py"
     program.write_text(TWICE)
@@ -180,22 +192,3 @@ def test_making_it_starts_nothing_and_pickling_it_keeps_the_knobs():
 def test_bad_knobs_are_refused(knobs, said):
     with pytest.raises(ValueError, match=said):
         mcp_tools.environment(**KNOBS | knobs)
-
-
-TWICE = """
-import json, sys
-tool = {"name": "same", "inputSchema": {"type": "object"}}
-info = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
-for line in sys.stdin:
-    asked = json.loads(line)
-    if "id" not in asked:
-        continue
-    answer = {"jsonrpc": "2.0", "id": asked["id"]}
-    if asked["method"] == "initialize":
-        answer["result"] = info
-    elif asked["method"] == "tools/list":
-        answer["result"] = {"tools": [tool, tool]}
-    else:
-        answer["error"] = {"code": -32601, "message": "unknown"}
-    print(json.dumps(answer), flush=True)
-"""

@@ -33,17 +33,9 @@ def number_action(message):
 
 def counting(url, **knobs):
     return sessions.openenv_environment(
-        **{
-            "url": url,
-            "read_action": number_action,
-            "show": partial(show_field, field="text"),
-            "reset_arguments": seed_only,
-            "opening": "Please {observation}.",
-            "max_turns": 6,
-            "max_sessions": 2,
-            "deadline": 20.0,
-            **knobs,
-        }
+        **{"url": url, "read_action": number_action, "show": partial(show_field, field="text"), "deadline": 20.0}
+        | {"reset_arguments": seed_only, "opening": "Please {observation}.", "max_turns": 6, "max_sessions": 2}
+        | knobs
     )
 
 
@@ -147,16 +139,16 @@ def answering(*answers):
             thread.join()
 
 
+UNBOUNDED = {"type": "observation", "data": {"observation": {}, "reward": float("inf"), "done": False}}
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
         (None, r"got no answer to step in 0\.3 s"),
         (ConnectionError, "it hung up at step"),
         ("[]", r"got \[\] to step, expected an observation"),
-        (
-            {"type": "observation", "data": {"observation": {}, "reward": float("inf"), "done": False}},
-            "expected an obs",
-        ),
+        (UNBOUNDED, "expected an obs"),
         ({"type": "error", "data": {"code": "SESSION_ERROR", "message": "gone"}}, "it refused step: .*gone"),
     ],
 )

@@ -36,10 +36,8 @@ def test_a_row_that_grew_is_the_conversation_rendered_at_once(opening, turn, obs
 @given(contents)
 def test_a_turn_is_read_without_its_end(turn: str) -> None:
     tokenizer = chat_tokenizer()
-    for made in (
-        tokenizer_template(tokenizer, observed=("tool",), read_calls=no_calls),
-        text(tokenizer, read_calls=no_calls),
-    ):
+    knobs = {"read_calls": no_calls}
+    for made in (tokenizer_template(tokenizer, observed=("tool",), **knobs), text(tokenizer, **knobs)):
         assert made.parse([*tokenizer(turn)["input_ids"], made.end]) == Message("assistant", turn)
 
 
@@ -55,7 +53,10 @@ def test_a_template_that_turns_cannot_be_appended_to_is_refused(template: str, s
         tokenizer_template(chat_tokenizer(template), observed=("user",), read_calls=hermes)
 
 
-def test_a_tokenizer_without_template_or_end_is_refused() -> None:
+def test_a_tokenizer_without_template_or_end_and_a_role_that_was_not_tried_are_refused() -> None:
+    made = tokenizer_template(chat_tokenizer(), observed=("tool",), read_calls=hermes)
+    with pytest.raises(ValueError, match="got an observation of role 'user', expected tool"):
+        made.extend([Message("user", "x")])
     bare = byte_tokenizer(chat=False)
     with pytest.raises(ValueError, match="without chat template or EOS token, expected both"):
         tokenizer_template(bare, observed=("user",), read_calls=hermes)
@@ -64,37 +65,26 @@ def test_a_tokenizer_without_template_or_end_is_refused() -> None:
         text(bare, read_calls=no_calls)
 
 
-def test_a_role_that_was_not_tried_is_refused() -> None:
-    made = tokenizer_template(chat_tokenizer(), observed=("tool",), read_calls=hermes)
-    with pytest.raises(ValueError, match="got an observation of role 'user', expected tool"):
-        made.extend([Message("user", "x")])
-
-
 # -- families of the renderers package, on bytes with their special tokens: their own tokenizers are not here
 
-SPECIAL = (
-    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>", "<|endoftext|>"),
-    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),  # Qwen
-    *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
-    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),  # DeepSeek
-    *(
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁sep｜>",
-    ),
-    *("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
-    *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),  # GLM
-    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    *("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),  # Kimi
-    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
-    "<|tool_call_argument_begin|>",
-    *("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>", "<response>", "</response>"),
-    *("〈|EOS|〉", "<system>", "</system>", "<user>", "</user>", "<assistant>", "</assistant>"),  # Laguna
-)
-EXACT = ("deepseek-v3", "laguna-xs-2.1", "llama-3", "minimax-m2", "nemotron-3", "prime-qwen3", "qwen3")
-EXACT += ("qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8")
+
+SPECIAL = """
+<tool_call> </tool_call> <tool_response> </tool_response> <think> </think> <|endoftext|> <|vision_start|>
+<|vision_end|> <|image_pad|> <|video_pad|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>
+<|eom_id|> <|end_of_text|> <｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜>
+<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜>
+<｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜> [gMASK] <sop>
+<|system|> <|user|> <|assistant|> <|observation|> <arg_key> </arg_key> <arg_value> </arg_value> <|im_system|>
+<|im_user|> <|im_assistant|> <|im_middle|> <|tool_calls_section_begin|> <|tool_calls_section_end|>
+<|tool_call_begin|> <|tool_call_end|> <|tool_call_argument_begin|> ]~!b[ ]~b] [e~[ <minimax:tool_call>
+</minimax:tool_call> <response> </response> 〈|EOS|〉 <system> </system> <user> </user> <assistant> </assistant>
+"""  # of Qwen, Llama, DeepSeek, GLM, Kimi, MiniMax and Laguna
+EXACT = ("deepseek-v3", "laguna-xs-2.1", "llama-3", "minimax-m2", "nemotron-3", "prime-qwen3", "qwen3", "qwen3.5")
+
+
+EXACT = ("deepseek-v3", "laguna-xs-2.1", "llama-3", "minimax-m2", "nemotron-3", "prime-qwen3", "qwen3", "qwen3.5")
+
+
 REFUSED = {
     "glm-5": r"got '<\|observation\|>' as token \d+ of a conversation with a tool message",  # an end and a beginning
     "kimi-k2": r"got '\\n' as token \d+ of a conversation with a tool message, expected 'f'",  # it names the call
@@ -105,7 +95,7 @@ REFUSED = {
 def family_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = byte_tokenizer(chat=True)
     tokenizer.unk_token = None
-    tokenizer.add_special_tokens({"additional_special_tokens": sorted(SPECIAL)})
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(SPECIAL.split())})
     return tokenizer
 
 
@@ -114,16 +104,11 @@ def test_a_family_of_the_renderers_package_appends_to_what_was_sampled(family: s
     pytest.importorskip("renderers", reason="pip install grpo_fn[agents]")
     made = family_renderer(family_tokenizer(), family=family, observed=("tool",))
     call = {"type": "function", "id": "functions.f:0", "function": {"name": "f", "arguments": {"x": 1}}}
+    answer = {"role": "tool", "content": "12", "name": "f", "tool_call_id": "functions.f:0"}
     opened = made.open([Message("user", "hi")])
     for thought in ({}, {"reasoning_content": "so"}):
-        said = [
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "", "tool_calls": [call], **thought},
-        ]
-        whole = made.renderer.render_ids(
-            [*said, {"role": "tool", "content": "12", "name": "f", "tool_call_id": "functions.f:0"}],
-            add_generation_prompt=True,
-        )
+        turn = {"role": "assistant", "content": "", "tool_calls": [call], **thought}
+        whole = made.renderer.render_ids([{"role": "user", "content": "hi"}, turn, answer], add_generation_prompt=True)
         if whole[: len(opened)] == opened:
             break
     turn = whole[len(opened) : whole.index(made.end, len(opened)) + 1]

@@ -15,6 +15,7 @@ from vllm_stub import Stub, checksum, drawn
 
 from grpo_fn.shell.reward_workers.reward_pool import ScoringInterrupted
 from grpo_fn.shell.vllm import vllm_servers, vllm_transfer
+from grpo_fn.shell.vllm.client import ServerCompletion
 from grpo_fn.shell.vllm.engine import GenerationRequest, StaleEngine
 from grpo_fn.shell.vllm.vllm_servers import DedicatedEngine
 from grpo_fn.shell.world import World
@@ -276,6 +277,12 @@ def test_before_the_first_push_all_servers_are_waited_for_until_the_deadline(fol
     patient.push_weights(weights(1), version=1)
     assert patient.figures()["engine/servers"] == 2
     patient.close()
+
+
+def test_an_answer_is_as_old_as_its_oldest_token(pushed):
+    router = pushed[2]._router
+    names = [f"{router.newest.run}-{version}" for version in (3, 1, 2)]
+    assert router._oldest(router.servers[0], ServerCompletion([], [], False, names), "") == 1
 
 
 @pytest.mark.parametrize("what", ["received", "held"])
