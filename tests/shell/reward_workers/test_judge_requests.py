@@ -63,29 +63,20 @@ def first_then(reply: Reply, times: int) -> Callable[[str, int], Reply]:
 
 
 def test_rows_are_scored_in_order_many_at_once_and_counted() -> None:
-    slow = partial(lambda question, before: grade(question, before)._replace(seconds=0.2))
-    with judge_server(slow) as up:
+    with judge_server(lambda question, before: grade(question, before)._replace(seconds=0.1)) as up:
         outcomes, costs = judged(judge_at(up), [*TEXTS, "one"])
     assert [outcome.value for outcome in outcomes] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.0])
     assert 2 <= up.most_under_way <= 4
     assert len(up.questions) == 5  # equal questions are one
-    seconds = costs.pop("seconds")
-    assert costs == {
-        **{"requests": 5, "retries": 0, "prompt_tokens": 250, "completion_tokens": 35, "failures": 0, "unreadable": 0}
-    }
-    assert 1.0 <= seconds < 10
+    seconds, none = costs.pop("seconds"), dict.fromkeys(("retries", "failures", "unreadable"), 0)
+    assert costs == {"requests": 5, "prompt_tokens": 250, "completion_tokens": 35, **none}
+    assert 0.5 <= seconds < 10
 
 
 @pytest.mark.parametrize(
     "reply",
-    [
-        Reply({"error": {"message": "Rate limit reached", "type": "requests", "code": "rate_limit_exceeded"}}, 429),
-        Reply(b"<html>upstream connect error</html>", 503),
-        Reply(b"<html>not JSON</html>"),
-        Reply({"choices": [{"message": {"content": ["parts"]}}]}),
-        Reply(ANSWER, seconds=0.8),
-    ],
-    ids=["429", "503", "malformed", "no text", "slow"],
+    [Reply(b"<html>upstream connect error</html>", 503), Reply(b"<html>not JSON</html>"), Reply(ANSWER, seconds=0.8)],
+    ids=["503", "malformed", "slow"],
 )
 def test_a_request_that_may_go_well_later_is_sent_again(reply: Reply) -> None:
     with judge_server(first_then(reply, 2)) as up:
@@ -119,8 +110,7 @@ def test_a_row_without_an_answer_is_none_and_says_why(reply: Reply, reason: str,
 
 
 def test_the_time_of_a_batch_is_limited_and_what_was_waited_for_is_said() -> None:
-    slow = partial(lambda question, before: grade(question, before)._replace(seconds=0.5))
-    with judge_server(slow) as up:
+    with judge_server(lambda question, before: grade(question, before)._replace(seconds=0.5)) as up:
         start = time.monotonic()
         outcomes, _ = judged(partial(with_timeout, reward=judge_at(up, concurrency=1), seconds=0.8), TEXTS[:2])
         assert time.monotonic() - start < 3.0
@@ -153,12 +143,11 @@ def test_a_judge_that_is_gone_ends_the_rows_with_what_was_waited_for_and_is_not_
 @pytest.mark.parametrize(
     ("status", "expected"), [(401, "a key"), (404, "a chat completions endpoint that has the model")]
 )
-def test_what_no_question_gets_past_ends_the_rows_at_once(status: int, expected: str) -> None:
-    with (
-        judge_server(lambda question, before: Reply({"error": "no"}, status)) as up,
-        pytest.raises(RewardError, match=f"got status {status}, expected {expected}"),
-    ):
-        judged(judge_at(up, max_failures=100), TEXTS)
+def test_a_status_that_no_question_gets_past_ends_the_rows_at_once(status: int, expected: str) -> None:
+    with judge_server(lambda question, before: Reply({"error": "no"}, status)) as up:
+        judge = judge_at(up, max_failures=100)
+        with pytest.raises(RewardError, match=f"got status {status}, expected {expected}"):
+            judged(judge, TEXTS)
 
 
 def test_questions_on_record_are_not_sent_again(tmp_path: Path) -> None:
@@ -192,21 +181,24 @@ def test_a_replay_asks_no_server_and_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_is_cut_off_and_a_changed_one_is_refused(tmp_path: Path) -> None:
-    answer, other = JudgeAnswer("7", requests=1), JudgeAnswer("8", requests=1)
-    record = JudgeRecord(tmp_path, 0)
-    record.add([RecordedAnswer("a", 1, answer), RecordedAnswer("b", 1, other)])
-    assert (record.find("a", 1), record.find("b", 1)) == (answer, other)
-    path = tmp_path / "rank_0.jsonl"
+    first, second = RecordedAnswer("a", 1, JudgeAnswer("7")), RecordedAnswer("b", 1, JudgeAnswer("8"))
+    path, record = tmp_path / "rank_0.jsonl", JudgeRecord(tmp_path, 0)
+
+    def found() -> list[JudgeAnswer | None]:
+        return [record.find(name, 1) for name in "ab"]
+
+    record.add([first, second])
+    assert found() == [JudgeAnswer("7"), JudgeAnswer("8")]
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
     record = JudgeRecord(tmp_path, 0)
-    assert (record.find("a", 1), record.find("b", 1)) == (answer, None)
-    record.add([RecordedAnswer("b", 1, other)])
+    assert found() == [JudgeAnswer("7"), None]
+    record.add([second])
     assert path.read_bytes() == whole
-    assert JudgeRecord(tmp_path, 0).find("b", 1) == other
     path.write_text(json.dumps({"digest": "a"}) + "\n")
+    record = JudgeRecord(tmp_path, 0)
     with pytest.raises(ValueError, match=r"rank_0\.jsonl: got .*expected a recorded answer"):
-        JudgeRecord(tmp_path, 0).find("a", 1)
+        found()
 
 
 def test_ranks_read_each_others_answers_and_their_own_first(tmp_path: Path) -> None:
