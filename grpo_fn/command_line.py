@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -132,6 +133,15 @@ def program_name(module: str) -> str:
     if one_command and word:
         return f"grpo_fn {word}"
     return f"python {module}" if module.endswith(".py") else f"python -m {module}"
+
+
+def installed_script(script: str, module: str) -> str:
+    """The script's name if the shell finds it, else how this Python runs its module."""
+    if shutil.which(script) is not None:
+        return script
+    python = Path(sys.executable)
+    here = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    return f"{here} -m {module}"
 
 
 def package_version() -> str:

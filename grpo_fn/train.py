@@ -15,8 +15,9 @@ from grpo_fn.shell.sampler.interface import EngineRefused as EngineRefused  # fo
 from grpo_fn.shell.world import Elsewhere, LostRank, join_world, leave_lost
 from grpo_fn.trainer import sections
 from grpo_fn.trainer.build import RunRequest, build
+from grpo_fn.trainer.first_row import planned_first_row
 from grpo_fn.trainer.loop import run_training
-from grpo_fn.trainer.plan import ValidatedPlan, dry_run_lines, report_start
+from grpo_fn.trainer.plan import ValidatedPlan, dry_run_lines, opening_lines, planned_device, report_start
 from grpo_fn.trainer.state import check_steps, has_progress
 from grpo_fn.trainer.validate import check_this_machine, try_environment, validate
 
@@ -125,6 +126,8 @@ def train(
     check_this_machine(settings)
     world = join_world(compute.device, deadline=parallelism.collective_timeout)
     report = report_start(world, started)
+    for line in opening_lines(settings, plan, request.run_dir, world.device):
+        report(line)
     if world.size > 1:
         report(f"all {world.size} ranks have met")
     with build(settings, plan, request, world, enter=open_run, started=started, report=report) as run:
@@ -138,5 +141,7 @@ def dry_run(request: RunRequest, settings: sections.Settings, plan: ValidatedPla
     if not request.force and has_progress(request.run_dir):
         check_run(request.run_dir, config_text=request.config.text, fingerprint=request.config.fingerprint)
     check_steps(request.run_dir, settings.steps)
-    print(*dry_run_lines(settings, plan, ranks=request.ranks, hosts=request.hosts), sep="\n")
+    lines = dry_run_lines(settings, plan, ranks=request.ranks, hosts=request.hosts)
+    summary = opening_lines(settings, plan, request.run_dir, planned_device(settings.compute.device))
+    print(*lines, "", *planned_first_row(settings, plan), "", *summary, sep="\n")
     return 0

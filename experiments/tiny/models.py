@@ -8,6 +8,8 @@ import hashlib
 import json
 import random
 import re
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -22,6 +24,7 @@ from jaxtyping import Int
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers import models as token_models
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, Qwen2TokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -35,6 +38,7 @@ from grpo_fn.core.environment import Message
 from grpo_fn.core.partials import describe_function
 from grpo_fn.core.problem import COMPLETION, Problem
 from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
+from grpo_fn.shell.logging.console import short_time
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import Demonstration, given_rows
 from grpo_fn.shell.model.logprob_model import dense_scores, predicting_states, scatter_to_rows
@@ -335,13 +339,17 @@ def warm_start(
     device = next(model.parameters()).device
     decay = partial(optimizer.linear_decay, warmup=steps // 20, total=steps, final=0.1)
     policy = PaddedPolicy(model, optimize=ADAMW, schedule=decay)
-    for step in range(steps):
+    bar = tqdm(range(steps), "warm start", file=sys.stdout, disable=None, leave=False, dynamic_ncols=True)
+    began = time.perf_counter()
+    for step in bar:
         batch = given_batch(tokenized_rows([next(rows) for _ in range(batch_rows)], tokenizer, device))
         (learned,) = supervised.learn_given(
             policy, batch, CROSS_ENTROPY, UNMOVED, epochs=1, minibatches=1, own_pass=False
         )
-        if (step + 1) % 100 == 0 or step + 1 == steps:
-            report(f"[warm start] step {step + 1}/{steps} loss {learned.objective:.3f}")
+        done = step + 1
+        if done == steps or (done % 100 == 0 and bar.disable):  # the bar is for a terminal, lines are for the others
+            left = short_time((time.perf_counter() - began) / done * (steps - done))
+            report(f"[warm start] step {done}/{steps} loss {learned.objective:.3f}, {left} left")
 
 
 def tokenized_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Rollout:

@@ -17,6 +17,13 @@ def escape_control(text: str) -> str:
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
+def short_line(text: str, most: int) -> str:
+    """At most so many characters of the text on one line, its beginning and its end; `most` counts before escapes."""
+    half = (most - 5) // 2
+    shown = text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+    return escape_control(shown).replace("\n", r"\n")
+
+
 def markdown_cell(text: str) -> str:
     """A table cell that renders as `text`, up to white space: no markup, no HTML, no link, no image, no table bar.
 

@@ -48,6 +48,7 @@ from grpo_fn.shell.sampler.interface import (
 )
 from grpo_fn.shell.world import World
 from grpo_fn.tasks.task import Task, train_problems
+from grpo_fn.trainer.first_row import first_row
 from grpo_fn.trainer.plan import (
     ValidatedPlan,
     device_notes,
@@ -151,6 +152,10 @@ def build(
     (folder, tokenizer, task), teachers_prepared = open_and_prepare(
         s, checked, request, world, enter=enter, report=report
     )
+    picture: list[str] = []
+    if not has_progress(request.run_dir):
+        show = partial(first_row, s, task, tokenizer, folder, checked.config)
+        picture = world.agree(show, what="the first row")
     environments, environment_workers = open_environments(s.episodes, tokenizer)
     report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS), world.device)
@@ -191,6 +196,7 @@ def build(
                 *run_lines(s, checked, task.size),
                 *(*task.notes, *teachers_prepared.notes, *block_notes),
                 *device_notes(world, checked.dtype),
+                *picture,
             ],
             ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
             started=started,
@@ -363,7 +369,7 @@ def open_and_prepare(
         need_bytes=checked.need_bytes(),
     )
     world.agree(partial(check_steps, request.run_dir, s.steps), what="looking at the checkpoints")
-    looking = f"looking at the prompts of {draws} draws and {len(task.test)} held-out problems"
+    looking = f"checking the prompts of {draws} training and {len(task.test)} held-out problems"
     sources = [checked.source, *(source for source, _ in checked.teachers.values())]
     already_made = all(isinstance(source, hf.Pretrained) for source in sources)  # looked at before a folder is made
 
@@ -378,7 +384,7 @@ def open_and_prepare(
 
     if not already_made:  # to be made, which takes time: not before the run folder is known to be ours
         open_folder()
-        report("making the model, or finding it in its cache")
+        report("making the demo model, unless an earlier run has (it is kept)")
         for source in sources:
             world.agree_at_length(source.folder, what="making the model")
     report(looking)

@@ -6,15 +6,18 @@ calls or several ranks, and in any order: the figures are those of the whole.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import comb, fsum
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from grpo_fn.core import prng
+from grpo_fn.core.display_text import short_line
+from grpo_fn.core.partials import uses_of
 from grpo_fn.core.problem import Problem, RewardFn, Scorer, Turn, transcript, verdict_name
-from grpo_fn.core.types import Sampler
+from grpo_fn.core.types import Groups, Reward, Sampler
+from grpo_fn.rewards import math as math_rewards
 from grpo_fn.rewards.combine import completions_of, part_names
 from grpo_fn.verifier.extract import LONGEST_ANSWER, marked_answer
 from grpo_fn.verifier.spelling import plain_answer
@@ -22,8 +25,11 @@ from grpo_fn.verifier.spelling import plain_answer
 # The answer that a completion marks, spelt one way; None where it marks none.
 AnswerExtractor = Callable[[str], str | None]
 
+_ENDS_IN_NUMBER = re.compile(r"[0-9][\s.$*%]*\Z")
 _SIZED = re.compile(r"\\(?:left|right)(?![A-Za-z])")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+
+SHOWN = 300  # characters of a text on the console
 
 # Names that eval/<judge> would take from the other figures.
 TAKEN = {
@@ -207,6 +213,63 @@ def problems_by_meta(judged: Sequence[GradedAnswer], key: str) -> dict[str, list
         if (value := row.problem.meta.get(key)) is not None:
             groups.setdefault(re.sub(r"[^\w.-]+", "_", str(value)), []).append(row)
     return dict(sorted(groups.items()))
+
+
+def before_and_after(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One held-out problem with its greedy answers before and after the training, from the rows of two evaluations.
+
+    The first problem that is right only after it, or else the first one; nothing without a problem in both.
+    """
+    old = {row["uid"]: row for row in before}
+    pairs = [(old[row["uid"]], row) for row in after if row["uid"] in old]
+    if not pairs:
+        return []
+    learned = (pair for pair in pairs if pair[0]["verdict"] != "right" and pair[1]["verdict"] == "right")
+    first, last = next(learned, pairs[0])
+
+    def answer(row: Mapping[str, Any]) -> str:
+        turns = [Turn(**turn) for turn in row.get("turns", ())]
+        return f"{row['verdict']:<10}  {short_line(transcript(row['text'], turns), SHOWN)}"
+
+    return [
+        f"a held-out problem   {short_line(last['prompt'], SHOWN)}",
+        f"  expected           {short_line(last['answer'], SHOWN)}",
+        f"  before training    {answer(first)}",
+        f"  after training     {answer(last)}",
+    ]
+
+
+# -- a first step in which no sample has a reward
+
+
+def why_no_reward(groups: Groups, reward: Callable[..., Reward], *, limit: int) -> str | None:
+    """The likeliest reason why no sample of a step has a reward, in a line; None when one has, or none has a score.
+
+    Args:
+        groups: problems, completions and rewards of the step.
+        reward: the reward, with its parts.
+        limit: most tokens of a completion.
+    """
+    problems, rollout, result = groups
+    if not result.valid.any() or (result.value[result.valid] > 0).any():
+        return None
+    texts, count = rollout.text, len(rollout.text)
+    if len(problems) > 1 and len({problem.prompt for problem in problems}) == 1:
+        reason = f"all {len(problems)} prompts are the same"
+    elif rollout.truncated.all():
+        reason = f"{count} of {count} completions are cut at {limit} tokens: raise sections.Sampling.max_new_tokens"
+    elif not any(text.strip() for text in texts):
+        reason = f"{count} of {count} completions are empty"
+    elif any(uses_of(math_rewards.correct, reward)) and all(marked_answer(text) is None for text in texts):
+        numbers = sum(_ENDS_IN_NUMBER.search(text) is not None for text in texts)
+        reason = (
+            r"no completion holds an answer that math.correct reads (\boxed, ####, 'the answer is'), "
+            f"{numbers} of {count} end in a number: see math.lenient, or ask for a box in the prompt"
+        )
+    else:
+        first, answer = short_line(texts[0], SHOWN), short_line(problems[0].answer, SHOWN)
+        reason = f"the first completion is '{first}', the answer to it '{answer}'"
+    return f"no sample of the first step has a reward: {reason}"
 
 
 # -- shares of problems: their intervals, and estimates from samples

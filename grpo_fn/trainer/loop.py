@@ -1,5 +1,6 @@
 """The loop around a step: begin or resume, step, evaluate, record, save, finish."""
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from grpo_fn.algo import metrics
 from grpo_fn.algo.curricula import choose_uids
 from grpo_fn.algo.step import Experience, Span, Stream, grpo_step
 from grpo_fn.algo.supervised import Stage, supervised_step
-from grpo_fn.command_line import resume_command
+from grpo_fn.command_line import installed_script, resume_command
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.json_lines import DIGESTS
 from grpo_fn.core.problem import Problem
@@ -24,17 +25,17 @@ from grpo_fn.shell.atomic_io import append_json, write_json
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
 from grpo_fn.shell.episodes.episode_rows import recorded_episodes
-from grpo_fn.shell.logging import stopwatch
-from grpo_fn.shell.logging.console import evaluation_line
+from grpo_fn.shell.logging import rollout_store, stopwatch
+from grpo_fn.shell.logging.console import evaluation_line, short_time
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter, write_run_header
 from grpo_fn.shell.logging.stopwatch import ErrorContext, is_due
 from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY
-from grpo_fn.shell.sampler.interface import DataParallelSampler, spread_score
+from grpo_fn.shell.sampler.interface import DataParallelSampler, engine_share, spread_score
 from grpo_fn.tasks.task import train_problems
 from grpo_fn.trainer import async_eval, health
 from grpo_fn.trainer.build import TrainingRun, check_restored, first_carry
-from grpo_fn.trainer.evaluation import grader_names, summarise
+from grpo_fn.trainer.evaluation import before_and_after, grader_names, summarise, why_no_reward
 from grpo_fn.trainer.prepare import CHOOSING, DATA, EVALUATION, SAMPLING
 from grpo_fn.trainer.recording import (
     RunLoggers,
@@ -153,10 +154,16 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
     loggers.line(f"evaluating {len(run.held_out)} held-out problems before training")
     with ErrorContext(run.world, 0, loggers.clock), loggers.clock.span("evaluate"):
         figures = evaluate_policy(run, 0, loggers)
-    loggers.write(MetricsWriter.scalars, 0, {**figures, **loggers.clock.lap()})
+    times = loggers.clock.lap()
+    loggers.write(MetricsWriter.scalars, 0, {**figures, **times})
     loggers.history.append(health.history_line(0, figures))
     grader = grader_names(run.settings.evaluation.graders)[0]
     loggers.line(f"before training: {evaluation_line(figures, grader)} on {len(run.held_out)} held-out problems")
+    if not isinstance(run.algo, Stage):
+        answers = len(run.held_out) * (1 + run.settings.evaluation.samples)
+        rows = run.settings.steps * run.algo.prompts * run.algo.group_size
+        guess = short_time(2 * times["time/evaluate"] * rows / answers)
+        loggers.line(f"{run.settings.steps} steps take roughly {guess}, if training takes as long as sampling does")
     return Progress(RunState(0, run.settings.seed), first_carry(run), figures[BEST], figures[BEST], 0, 0.0)
 
 
@@ -192,6 +199,7 @@ def take_steps(run: TrainingRun, progress: Progress, loggers: RunLoggers, began:
                 if last or is_due(step, run.settings.checkpoints.every) or step in progress.pending:
                     with loggers.clock.span("checkpoint"):
                         save_checkpoint(run, progress, loggers)
+            report_saved(loggers)
             if loggers.fatal:
                 return
 
@@ -209,13 +217,14 @@ def end_early(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> int 
         if progress.saved < done < steps:  # the signal came between two steps, or before the first
             save_checkpoint(run, progress, loggers)
         loggers.saver.wait()
+        report_saved(loggers)
     if done == steps:
         return None
     if loggers.fatal:
         rules = ", ".join(finding.rule for finding in loggers.fatal)
         loggers.line(
-            f"ended by {rules} (sections.Health.stop) after step {done}, which is saved. To resume, until a rule "
-            f"fires anew: {again}"
+            f"ended by {rules} (sections.Health.stop) after step {done}, which is saved. To train on, until a rule of "
+            f"sections.Health.stop finds something again: {again}"
         )
         return EXIT_UNHEALTHY
     loggers.line(f"stopped by {signal} after step {done}. To resume from here: {again}")
@@ -237,9 +246,13 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
     check_same_kernels(run, f"after step {step}")
     if figures["train/skipped_step"]:
         share = figures["advantage/zero_variance_groups"]
-        alike = f"before filters all rewards within {share:.0%} of the groups were alike"
+        alike = f"in {share:.0%} of the groups all rewards are equal (filters aside)"
         why = "none of its rows could be scored" if figures["reward/invalid"] == 1 else alike
         loggers.line(f"step {step} is not trained on: got too few groups with signal, {why}")
+    if step == 1 and not isinstance(run.algo, Stage):
+        limit = run.settings.sampling.max_new_tokens
+        if reason := why_no_reward(experience.groups, run.settings.rewards.reward, limit=limit):
+            loggers.line(reason)
     if evaluates(run, step) and run.evaluator is None:
         with clock.span("evaluate"):
             measured = evaluate_policy(run, step, loggers)
@@ -339,11 +352,15 @@ def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[st
         demonstrations = run.demonstration_rows(run.held_out)  # how likely the policy finds the held-out demonstrations
         figures = metrics.likelihood("eval/", metrics.stat(-run.policy.logp(demonstrations), demonstrations.mask))
         run.sampler.load(run.policy)  # no step did
-    greedy, sampled = (
-        DataParallelSampler(run.engine.for_evaluation(draw), run.world) for draw in (sampling.greedy, how.token_sampler)
-    )
     score = spread_score(run.pool.score, run.world)
-    judged = how.grade_answers(greedy, sampled, run.held_out, key=key, score=score)
+    answers = len(engine_share(run.held_out, run.engine, run.world)) * (1 + how.samples)
+    with loggers.progress(f"evaluating {len(run.held_out)} held-out problems", answers) as count:
+        done = {} if count is None else {"on_completions": lambda _, completions: count(len(completions))}
+        greedy, sampled = (
+            DataParallelSampler(run.engine.for_evaluation(draw, **done), run.world)
+            for draw in (sampling.greedy, how.token_sampler)
+        )
+        judged = how.grade_answers(greedy, sampled, run.held_out, key=key, score=score)
     if run.world.main:
         record_evaluation(run.run_dir, step, judged, loggers)
     return {**summarise(judged, ks=how.ks, by=how.by), **figures}
@@ -354,6 +371,8 @@ def save_checkpoint(run: TrainingRun, progress: Progress, loggers: RunLoggers) -
     run.world.agree(lambda: loggers.writer.wait(), what="the log")  # a line is lost only if its checkpoint is, too
     progress.ahead = run.sampler.drain()
     blobs, meta = packed_progress(progress, run.policy, run.settings.lora)
+    loggers.saver.wait()
+    report_saved(loggers)
     how = run.settings.checkpoints
     clean_up = partial(
         store.prune,
@@ -366,6 +385,12 @@ def save_checkpoint(run: TrainingRun, progress: Progress, loggers: RunLoggers) -
     )
     loggers.saver.save(progress.state.step, tensors=run.policy.tensors(), blobs=blobs, meta=meta, prune=clean_up)
     progress.saved = progress.state.step
+
+
+def report_saved(loggers: RunLoggers) -> None:
+    """Log a checkpoint that has become whole."""
+    if (step := loggers.saver.newly_saved()) is not None:
+        loggers.line(f"checkpoint saved: {loggers.saver.root / f'step_{step}'}")
 
 
 def problem_stream(run: TrainingRun, carried: Carry) -> Stream:
@@ -411,8 +436,22 @@ def write_export(run: TrainingRun, progress: Progress, weights: dict[str, Tensor
         "wall_seconds": round(progress.seconds, 2),
     }
     write_json(run.run_dir / "summary.json", summary)
-    grader = grader_names(run.settings.evaluation.graders)[0]
-    loggers.line(
+    for line in closing_lines(run, progress):
+        loggers.line(line)
+
+
+def closing_lines(run: TrainingRun, progress: Progress) -> list[str]:
+    """The result of the run, one problem answered before and after it, and the commands that people want next."""
+    grader, folder = grader_names(run.settings.evaluation.graders)[0], run.run_dir / "eval"
+    steps = rollout_store.evaluation_steps(folder)
+    rows = [rollout_store.load_rows(folder / f"step_{step}.jsonl") for step in (*steps[:1], *steps[-1:])]
+    commands = installed_script("grpo_fn", "grpo_fn")
+    board, root = installed_script("tensorboard", "tensorboard.main"), shlex.quote(str(run.run_dir.parent))
+    return [
         f"held-out accuracy by {grader} {progress.accuracy_before:.3f} before, {progress.accuracy:.3f} after "
-        f"{progress.state.step} steps, {progress.seconds:.0f} s; model in {run.run_dir / 'model'}"
-    )
+        f"{progress.state.step} steps, {progress.seconds:.0f} s; model in {run.run_dir / 'model'}",
+        *(before_and_after(*rows) if rows else []),
+        f"curves               {board} --logdir {root}",
+        f"a page of the run    {commands} report {shlex.quote(str(run.run_dir))} --out report.html",
+        f"measure the model    {commands} eval --model {shlex.quote(str(run.run_dir))}",
+    ]

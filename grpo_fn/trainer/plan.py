@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -17,8 +18,9 @@ import torch
 from transformers import PretrainedConfig
 
 from grpo_fn.algo.step import Algorithm, from_trainer
+from grpo_fn.algo.supervised import Stage
 from grpo_fn.core.partials import function_and_knobs, uses_of
-from grpo_fn.shell.logging.console import format_number
+from grpo_fn.shell.logging.console import format_number, short_time
 from grpo_fn.shell.model import blocks, hf
 from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.model.logprob_model import choose_head_kernels, chunk_elements
@@ -91,6 +93,32 @@ def run_lines(settings: Settings, checked: ValidatedPlan, train_rows: int) -> li
         f"held-out problems     {len(checked.task.test)}",
         f"parameters            {checked.parameters:,}{trained}",
         f"disk, one checkpoint  {format_number(checked.checkpoint_bytes() / GB, 3)} GB",
+    ]
+
+
+def opening_lines(settings: Settings, checked: ValidatedPlan, run_dir: Path, device: torch.device | None) -> list[str]:
+    """What is trained, on what, how much of it, and where it is written."""
+    algorithm, config, source = settings.algorithm, checked.config, checked.source
+    name = (config.architectures or [f"a {type(config).__name__.removesuffix('Config')}"])[0]
+    origin = source.name if isinstance(source, hf.Pretrained) else type(source).__name__
+    part = f", of which {checked.trained:,} train" if checked.trained != checked.parameters else ""
+    task = function_and_knobs(settings.data.task)[0]
+    if isinstance(algorithm, Stage):
+        step, graded = f"{algorithm.prompts} demonstrations", ""
+    else:
+        completions = f"{algorithm.group_size} completions of up to {longest_completion(settings)} tokens"
+        step, graded = f"{algorithm.prompts} prompts x {completions}", f", rewarded by {', '.join(checked.parts)}"
+    seconds = "; how long is known after the first evaluation"
+    if device is None or device.type == "cuda":
+        parts = device_step(settings, checked, settings.parallelism.shape(1, 1))[0]
+        each = sampling_seconds(parts) + training_seconds(parts)
+        seconds = f", about {format_number(each, 1)} s each on one H100, {short_time(each * settings.steps)} in all"
+    return [
+        f"trains    {name}, {checked.parameters:,} parameters{part}, from {origin}",
+        f"on        {checked.task.size:,} training and {len(checked.task.test):,} held-out problems of "
+        f"{task.__module__.rpartition('.')[2]}.{task.__name__}{graded}",
+        f"takes     {settings.steps} steps of {step}{seconds}",
+        f"writes    {run_dir}",
     ]
 
 

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from grpo_fn.algo.supervised import Stage
 from grpo_fn.core import prng
 from grpo_fn.core.partials import function_and_knobs
-from grpo_fn.core.problem import Problem
+from grpo_fn.core.problem import Conversation, Problem
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import check_demonstrations
@@ -23,6 +23,8 @@ from grpo_fn.trainer.sections import Data, Episodes, Sampling, Settings
 
 BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
 LONGEST = 4  # problems whose openings are counted
+CHECKED = 64  # prompts of each kind that are looked at for their question
+LONG_PROMPT = 100_000  # characters of a prompt that is not looked at for it
 DATA, SAMPLING, EVALUATION, ADAPTERS, PROBING, SHOWING, CHOOSING = range(7)  # streams of the run's key
 
 
@@ -83,13 +85,22 @@ def prepare_data(
 ) -> PreparedModel:
     """Make the model's folder there, and look at every prompt: those of the task, and those `drawn` from it.
 
-    Raises ValueError for a prompt without tokens, as `overlong_prompts` does for one that leaves no tokens, and for an
-    episode's opening that leaves none.
+    Raises ValueError for a prompt without tokens, without its question or with tokens that the model does not know, as
+    `overlong_prompts` does for one that leaves no tokens, and for an episode's opening that leaves none.
     """
     folder = source.folder()
     tokenizer = hf.load_tokenizer(folder)
     max_positions = positions(config)
-    of_prompt = cache(partial(prompt_length, tokenizer, encode=data.encode_prompt, max_positions=max_positions))
+    vocabulary = config.get_text_config().vocab_size
+    looked_at = [] if episodes else [problem.prompt for problem in (*drawn[:CHECKED], *task.test[:CHECKED])]
+    check_prompts(looked_at, tokenizer, data.encode_prompt)
+
+    def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+        ids = data.encode_prompt(tokenizer, prompt)
+        hf.check_ids(ids, vocabulary, tokenizer, f"the prompt {prompt[:80]!r}")
+        return ids
+
+    of_prompt = cache(partial(prompt_length, tokenizer, encode=encode, max_positions=max_positions))
 
     def length(problem: Problem) -> int:
         return of_prompt(problem.prompt)
@@ -109,6 +120,39 @@ def prepare_data(
     if drawn and not task.rows:  # made as they are drawn: nothing can be left out
         overlong.refuse(task._replace(rows=tuple(drawn)), length, limit)
     return PreparedModel(folder, tokenizer, data.overlong_prompts(task, length, limit)[0])
+
+
+# -- prompts that cannot be what was meant
+
+
+def check_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, encode: hf.Encode) -> None:
+    """Raise ValueError when the policy would not read the questions of the prompts, of which it looks at all.
+
+    A chat template that wants a list of parts, or other fields than role and content, loses them without an error.
+    """
+    lost: list[str] = []
+    by_tokens: dict[tuple[int, ...], str] = {}
+    looked_at = [prompt for prompt in dict.fromkeys(prompts) if len(prompt) <= LONG_PROMPT]
+    for prompt in looked_at:
+        ids = encode(tokenizer, prompt)
+        other, reads = by_tokens.setdefault(tuple(ids), prompt), reads_question(tokenizer, prompt, ids)
+        lost += [] if reads else [prompt]
+        same = f"the same tokens for {other[:80]!r} and {prompt[:80]!r}" if other != prompt and not reads else ""
+        all_lost = len(lost) == len(looked_at) and function_and_knobs(encode)[0] in (hf.encode_prompt, hf.with_system)
+        if same or all_lost:
+            raise ValueError(
+                f"sections.Data.encode_prompt: got {same or f'tokens without the question {prompt[:80]!r}'}, "
+                f"{tokenizer.decode(ids)[:160]!r}, expected the question among them: the tokenizer's chat template "
+                "drops it (hf.bare_prompt reads the text without a template)"
+            )
+
+
+def reads_question(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int]) -> bool:
+    """Whether the tokens hold the longest line of the question, up to white space and how the tokenizer spells it."""
+    question = prompt.messages[-1]["content"] if isinstance(prompt, Conversation) else prompt
+    line = max(question.split("\n"), key=len)
+    alone = tokenizer.decode(tokenizer(line, add_special_tokens=False)["input_ids"])
+    return "".join(alone.split()) in "".join(tokenizer.decode(ids).split())
 
 
 # -- the openings of episodes
@@ -205,4 +249,5 @@ def check_run_demonstrations(
         demonstration=settings.data.demonstration,
         encode=settings.data.encode_prompt,
         most=settings.sampling.max_total_tokens or positions(config),
+        vocabulary=config.get_text_config().vocab_size,
     )

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.metrics_writer import AsyncWriter, MetricsWriter, MirrorWrite, rewind
 from grpo_fn.shell.logging.stopwatch import Profiler, Stopwatch, is_due
-from grpo_fn.shell.model import hf
+from grpo_fn.shell.model import blocks, hf
 from grpo_fn.shell.model.attention import choose_kernel
 from grpo_fn.shell.model.logprob_model import choose_head_kernels
 from grpo_fn.shell.policy.fsdp import StepChecksums
@@ -72,6 +72,10 @@ class RunLoggers:
         if self.console is not None:
             self.console.line(text)
 
+    def progress(self, text: str, total: int) -> AbstractContextManager[Callable[[int], None] | None]:
+        """A bar on the main rank's terminal, as `Console.progress`."""
+        return nullcontext() if self.console is None else self.console.progress(text, total)
+
     def write(self, call: Callable[Concatenate[MetricsWriter, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Have the metrics' writer called, if this is the main rank, with these arguments."""
         if self.writer is not None:
@@ -95,16 +99,25 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
             rewind(run_dir / name, 0 if first else start + 1)
     profiler = Profiler(run_dir / "tensorboard", run.world, run.settings.logging.profile_steps)
     run.world.mark = profiler.mark
-    console = writer = None
+    console, writer, clock = None, None, Stopwatch(mark=profiler.mark)
     if main:
         grader = grader_names(run.settings.evaluation.graders)[0]
-        console = stack.enter_context(Console(run_dir / "log.txt", run.settings.steps, start, grader=grader))
+        compiles = function_and_knobs(run.settings.parallelism.compile)[0] is not blocks.eager
+        shown = Console(
+            run_dir / "log.txt",
+            run.settings.steps,
+            start,
+            grader=grader,
+            phase=lambda: clock.phase,
+            first_step="compiling in the first step" if compiles else "",
+        )
+        console = stack.enter_context(shown)
         writer = stack.enter_context(open_writer(run_dir, run.world, *mirrors, start_step=0 if first else start + 1))
     return RunLoggers(
         console=console,
         writer=writer,
         saver=stack.enter_context(AsyncSaver(run_dir / "checkpoints", run.world)),
-        clock=Stopwatch(mark=profiler.mark),
+        clock=clock,
         profiler=profiler,
         evaluator=stack.enter_context(nullcontext() if run.evaluator is None else closing(run.evaluator())),
         background=stack.enter_context(Background(run.world, deadline=run.settings.evaluation.timeout)),
@@ -221,7 +234,7 @@ def chosen_kernels(run: TrainingRun) -> dict[str, str]:
     device = run.world.device
     if device.type != "cuda":
         return {}
-    blocks = function_and_knobs(run.settings.parallelism.compile)[0].__name__
+    compile_ = function_and_knobs(run.settings.parallelism.compile)[0].__name__
     sampler = run.sampler.sampler  # None where a replay learns from stored tokens
     engine = sampler.shared.engine if isinstance(sampler, LocalSampler) else None
     decoding = {} if engine is None else engine.choices()
@@ -230,7 +243,7 @@ def chosen_kernels(run: TrainingRun) -> dict[str, str]:
     attends = choose_kernel(query, compute.attention, None)
     rows = getattr(attends, "func", attends).__name__  # flash-attn's where it imports, else torch's
     head = type(choose_head_kernels(device).kernels).__name__
-    return {"blocks": blocks, "attention of packed rows": rows, "head": head, **decoding}
+    return {"blocks": compile_, "attention of packed rows": rows, "head": head, **decoding}
 
 
 def settle_kernels(run: TrainingRun, step: int) -> list[str]:

@@ -36,6 +36,7 @@ from grpo_fn.trainer.sections import Episodes, Settings, model_source
 from grpo_fn.trainer.teachers import find_teachers, moving_average, start_model, uses_teacher
 
 T = TypeVar("T")
+U = TypeVar("U")
 TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -58,8 +59,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     try_schedule(s.policy.schedule, updates * s.steps)
     dtype, source = hf.find_dtype(s.compute.dtype), model_source(s.model, "train.train.model")
     check_attention_choice(s.compute.attention, dtype)
-    config = source.config()
-    task = sample_tests(try_task(s.data.task), s.evaluation.problems)
+    config, task = both(source.config, lambda: sample_tests(try_task(s.data.task), s.evaluation.problems))
     check_positive(train_rows=task.size, held_out_problems=len(task.test))
     parts, scored = reward_parts(s.rewards.reward, task.test[0])
     try_rewards("sections.Rewards.reward", scored, task.test[0], s.rewards.pool)
@@ -82,6 +82,19 @@ def validate(settings: Settings) -> ValidatedPlan:
         parameters=hf.parameter_count(hf.empty_model(config)),
         trained=memory_estimate.trained_parameters(config, s.lora),
     )
+
+
+def both(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
+    """What both return. Raises ValueError with what is wrong with either, so that it takes one look to mend both."""
+    try:
+        value = first()
+    except ValueError as error:
+        try:
+            second()
+        except (ValueError, OSError) as other:
+            raise ValueError(f"{error}; and {other}") from error
+        raise
+    return value, second()
 
 
 def check_this_machine(settings: Settings) -> None:

@@ -125,7 +125,7 @@ def test_every_command_says_its_version_and_has_its_script(capsys: pytest.Captur
         assert ended.value.code == 0
         assert capsys.readouterr().out.split() == ["grpo_fn", version("grpo-fn")]
     scripts = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts.keys() == {f"grpo-{name}" for name in ("run", "eval", "score", "replay", "doctor")}
+    assert scripts.keys() == {"grpo_fn"}
     for target in scripts.values():
         module, _, name = target.partition(":")
         assert callable(getattr(importlib.import_module(module), name))

@@ -19,6 +19,7 @@ from grpo_fn.rewards.combine import score_serially
 from grpo_fn.trainer.evaluation import (
     Attempt,
     GradedAnswer,
+    before_and_after,
     estimate_pass_at_k,
     evaluate,
     final_answer,
@@ -121,6 +122,24 @@ def test_every_judge_sees_every_completion_with_its_own_problem():
     assert sorted(seen["one"]) == sorted(seen["two"]) == sorted(expected)
     assert judged[0].greedy.scores == {"one": 1.0, "two": None}
     assert [a.scores for j in judged for a in j.samples] == [{"one": 1.0, "two": None}] * 6
+
+
+def test_the_problem_that_training_taught_is_shown_before_and_after_on_bounded_lines():
+    def rows(verdicts: str, text: str) -> list[dict[str, object]]:
+        words = {"+": "right", "-": "wrong"}
+        usual = {"prompt": "Why?\x1b[2J\n" + "w" * 999, "answer": "42"}
+        return [{"uid": i, "text": f"{text}{i}", "verdict": words[v], **usual} for i, v in enumerate(verdicts)]
+
+    question, expected, before, after = before_and_after(rows("+--", "no"), rows("-++", "yes")[::-1])
+    assert question.startswith(r"a held-out problem   Why?\x1b[2J\nwww")
+    assert len(question) < 350
+    assert expected.split() == ["expected", "42"]
+    assert before.split() == ["before", "training", "wrong", "no2"], "of those that were learned the first in the file"
+    assert after.split() == ["after", "training", "right", "yes2"]
+    assert before_and_after(rows("+", "no"), rows("+", "yes"))[3].split()[-1] == "yes0", "none was learned: the first"
+    turns = [Turn("call", 1, "x", None, "")._asdict()]
+    assert "call" in before_and_after(rows("+", ""), [{**rows("+", "")[0], "turns": turns}])[3]
+    assert before_and_after(rows("+", "no"), []) == []
 
 
 def test_a_row_of_an_episode_has_its_turns_and_a_person_reads_all_of_them():

@@ -76,7 +76,7 @@ class AsyncSaver(AbstractContextManager):
         self._offers: list[SavePlan] = []
         self._shares: tensor_shards.ShardPlan | None = None
         self._buffers: dict[MetadataIndex, Tensor] = {}
-        self._step = 0  # of the one that is being written
+        self._step = self._reported = -1  # of the newest one, and of the newest one that is known to be whole or lost
         self._worker = BackgroundWorker("checkpoint", timeout=None, torch_threads=1)
         self._writing: Future[None] | None = None
 
@@ -130,7 +130,16 @@ class AsyncSaver(AbstractContextManager):
             ) from error
         writing, self._writing = self._writing, None
         if writing is not None:
+            if writing.exception() is not None:
+                self._reported = self._step
             writing.result()
+
+    def newly_saved(self) -> int | None:
+        """The step of a checkpoint that has become whole since the last call, on this rank."""
+        if self._reported == self._step or self.failed or not (self._writing is None or self._writing.done()):
+            return None
+        self._reported = self._step
+        return self._step
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:

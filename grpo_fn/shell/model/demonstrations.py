@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core.problem import COMPLETION, Conversation, Problem
 from grpo_fn.core.types import Rollout
-from grpo_fn.shell.model.hf import Encode
+from grpo_fn.shell.model.hf import Encode, check_ids
 from grpo_fn.tasks.task import Task, train_problems
 
 
@@ -197,10 +197,13 @@ def check_demonstrations(
     demonstration: Demonstrate,
     encode: Encode,
     most: int | None,
+    vocabulary: int,
 ) -> None:
-    """Raise ValueError unless each problem's demonstration can be made, and is of at most so many tokens."""
+    """Raise ValueError unless each demonstration can be made, of at most so many tokens that the model knows."""
     for one in {(problem.prompt, problem.meta.get(COMPLETION)): problem for problem in problems}.values():
-        length = len(demonstration(tokenizer, one, encode=encode).tokens)
+        tokens = demonstration(tokenizer, one, encode=encode).tokens
+        check_ids(tokens, vocabulary, tokenizer, place(one))
+        length = len(tokens)
         if most is not None and length > most:
             raise ValueError(
                 f"{place(one)}: got {length} tokens with its completion, expected at most {most}, as many as the model "

@@ -206,6 +206,15 @@ def _apply_chat_template(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Map
     return chat["input_ids"]
 
 
+def check_ids(ids: Sequence[int], vocabulary: int, tokenizer: PreTrainedTokenizerBase, what: str) -> None:
+    """Raise ValueError for a token that the model has no embedding for."""
+    if (largest := max(ids, default=0)) >= vocabulary:
+        raise ValueError(
+            f"got token {largest}, {tokenizer.convert_ids_to_tokens(largest)!r}, in {what}, expected one below "
+            f"{vocabulary}, the rows of the model's embedding: the tokenizer has tokens that the model was not given"
+        )
+
+
 def stop_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> list[int]:
     """Every token that ends a completion: the tokenizer's EOS and those of the model's generation config."""
     named = model.generation_config.eos_token_id

@@ -108,8 +108,16 @@ class EngineSampler(Sampler, Protocol):
     def figures(self) -> dict[str, float]:
         """Metrics since the last call."""
 
-    def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "EngineSampler":
-        """The same engine, drawing with `token_sampler`; `check` is called often, and may raise to end `sample`."""
+    def for_evaluation(
+        self,
+        token_sampler: TokenSampler,
+        check: Callable[[], None] = never_stop,
+        on_completions: OnCompletions | None = None,
+    ) -> "EngineSampler":
+        """The same engine, drawing with `token_sampler`; `check` is called often, and may raise to end `sample`.
+
+        `on_completions` is that of `SamplerOptions`.
+        """
 
     def close(self) -> None: ...
 

@@ -24,13 +24,14 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core import prng
 from grpo_fn.core.batch import sample_keys
-from grpo_fn.core.problem import Problem
+from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.episodes.episode_rows import EpisodeRows, GoesOn, PendingAnswers
 from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, full_tensor
 from grpo_fn.shell.sampler.interface import (
     FixedWeights,
+    OnCompletions,
     SamplerContext,
     SamplerOptions,
     TokenSampler,
@@ -361,11 +362,22 @@ class VllmSampler(SamplerOptions):
         """The engine is not needed any more."""
         self.engine.close()
 
-    def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "VllmSampler":
+    def for_evaluation(
+        self,
+        token_sampler: TokenSampler,
+        check: Callable[[], None] = never_stop,
+        on_completions: OnCompletions | None = None,
+    ) -> "VllmSampler":
         """The same engine, drawing with `token_sampler`; `check` is called with every completion that ends."""
-        on_completions = None if check is never_stop else lambda *_: check()
+
+        def report(problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+            check()
+            if on_completions is not None:
+                on_completions(problems, completions)
+
+        reports = None if check is never_stop and on_completions is None else report
         environments = self.environments and self.environments.without_tape()
-        return replace(self, token_sampler=token_sampler, on_completions=on_completions, environments=environments)
+        return replace(self, token_sampler=token_sampler, on_completions=reports, environments=environments)
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""

@@ -116,10 +116,10 @@ def test_rows_that_are_no_demonstrations_are_refused(asked, complaint) -> None:
 def test_the_length_of_every_demonstration_is_checked() -> None:
     how = {"tokenizer": BARE, "demonstration": demonstrations.assistant_turns, "encode": hf.encode_prompt}
     rows = [problem("12", "3"), problem("12345", "678")]
-    demonstrations.check_demonstrations(rows, **how, most=9)
-    demonstrations.check_demonstrations(rows, **how, most=None)
+    demonstrations.check_demonstrations(rows, **how, most=9, vocabulary=1000)
+    demonstrations.check_demonstrations(rows, **how, most=None, vocabulary=1000)
     with pytest.raises(ValueError, match=r"'12345': got 9 tokens with its completion, expected at most 8"):
-        demonstrations.check_demonstrations(rows, **how, most=8)
+        demonstrations.check_demonstrations(rows, **how, most=8, vocabulary=1000)
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=4))

@@ -27,6 +27,7 @@ from grpo_fn.shell.model.hf import stop_ids
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.interface import (
     FixedWeights,
+    OnCompletions,
     SamplerContext,
     SamplerOptions,
     TokenSampler,
@@ -540,10 +541,16 @@ class LocalSampler(SamplerOptions):
 
     def close(self) -> None: ...
 
-    def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "LocalSampler":
+    def for_evaluation(
+        self,
+        token_sampler: TokenSampler,
+        check: Callable[[], None] = never_stop,
+        on_completions: OnCompletions | None = None,
+    ) -> "LocalSampler":
         """The same engine, drawing with `token_sampler`; `check` is called every few decode steps."""
         environments = self.environments and self.environments.without_tape()
-        return replace(self, token_sampler=token_sampler, on_completions=None, check=check, environments=environments)
+        changed = {"on_completions": on_completions, "check": check, "environments": environments}
+        return replace(self, token_sampler=token_sampler, **changed)
 
     @torch.no_grad()
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
