@@ -103,7 +103,7 @@ IMPORTED = (
         ("sleep", LATE, "late: no answer within 2 s", 2.0),
         ("child", LATE, "late: no answer within 2 s", 2.0),
         ("import", LATE, IMPORTED + "loading time", 2.0),
-        ("import and sleep", LATE, IMPORTED + "loading time", 2.0),
+        ("import and sleep", LATE, "late: no answer within 2 s", 2.0),
         ("leave", DIED, "worker died: exit code 0", 0.0),
         ("segfault", DIED, "worker died: killed by SIGSEGV", 0.0),
         ("allocate", DIED, "worker died: over the memory limit of 1024 MB", 0.0),
