@@ -46,6 +46,7 @@ from grpo_fn.trainer.recording import (
     record,
     record_evaluation,
     settle_kernels,
+    settle_model,
     step_checksums,
     stop_requested,
 )
@@ -75,7 +76,7 @@ def run_training(run: TrainingRun) -> int:
             loggers.line(line)
         run.sampler.load(run.policy)
         if start < run.settings.steps:
-            for line in settle_kernels(run, start + 1):
+            for line in (*settle_model(run), *settle_kernels(run, start + 1)):
                 loggers.line(line)
         if progress is None:
             progress = start_from_scratch(run, loggers)

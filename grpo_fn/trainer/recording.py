@@ -246,16 +246,31 @@ def chosen_kernels(run: TrainingRun) -> dict[str, str]:
     return {"blocks": compile_, "attention of packed rows": rows, "head": head, **decoding}
 
 
-def settle_kernels(run: TrainingRun, step: int) -> list[str]:
-    """Choose all kernels on all ranks, compare and record them, before anything is decoded; every rank calls this.
+def settle_model(run: TrainingRun) -> list[str]:
+    """Find out how the model is sampled from and trained, before the first step; every rank calls this. A line on it.
 
-    A local sampler finds out how it decodes as its first call would: nothing is held that the call would not hold.
+    Both are tried as the first step would: nothing is held that it would not hold. Raises ValueError for a model that
+    the local sampler cannot decode.
     """
-    if run.world.device.type != "cuda":
-        return []
-    sampler = run.sampler.sampler
+    sampler, trained = run.sampler.sampler, run.policy.logprob_model
+    sampled = f"sampled by {type(run.engine).__name__}"
     if isinstance(sampler, LocalSampler):
         run.world.together(sampler.prepare, what="choosing how rows are decoded")
+        sampled = "sampled in slots" if sampler.shared.engine is not None else "sampled with a cache that grows"
+    with run.world.talking("asking how the model reads rows"):
+        trained.settle(run.world.device)
+    if not run.world.main:
+        return []
+    rows = "packed" if trained.packs else "padded"
+    balance = getattr(trained.model.config.get_text_config(), "router_aux_loss_coef", None)
+    routing = f", without its balancing loss (router_aux_loss_coef {balance:g})" if balance else ""
+    return [f"{type(trained.model).__name__}: {sampled}, trained on {rows} rows{routing}"]
+
+
+def settle_kernels(run: TrainingRun, step: int) -> list[str]:
+    """Compare all kernels on all ranks and record them, before anything is decoded; every rank calls this."""
+    if run.world.device.type != "cuda":
+        return []
     check_same_kernels(run, f"before step {step}")
     return record_kernels(run.run_dir, step, chosen_kernels(run)) if run.world.main else []
 

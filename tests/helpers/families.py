@@ -123,7 +123,13 @@ PUBLISHED: dict[str, dict[str, object]] = {
     # mixtures of experts
     **{name: {} for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "minimax_m2", "gpt_oss", "dots1")},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"), ALIKE),
-    "longcat_flash": {"ffn_hidden_size": 128, "expert_ffn_hidden_size": 32, "zero_expert_num": 1, **ALIKE},
+    "longcat_flash": {
+        "ffn_hidden_size": 128,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 1,
+        "num_layers": 1,
+        **ALIKE,
+    },
     **{name: {} for name in ("afmoe", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "hy_v3", "solar_open")},
     "hunyuan_v1_moe": {"rope_parameters": DEFAULT_ROPE},
     "granitemoe": GRANITE,

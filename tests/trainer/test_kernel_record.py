@@ -1,18 +1,21 @@
 """The kernels that a rank has chosen on its card: the same on all ranks, on record, and compared by what goes on."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
-from families import family
+from fakes import VOCABULARY
+from families import family, published
 
 from grpo_fn.lab.replay_diff import RecordedStep, ReplayedStep, circumstances
 from grpo_fn.shell.atomic_io import append_json
 from grpo_fn.shell.logging.metrics_writer import rewind
 from grpo_fn.shell.model.blocks import torch_compile
-from grpo_fn.shell.model.logprob_model import PlainKernels
+from grpo_fn.shell.model.logprob_model import LogprobModel, PlainKernels
 from grpo_fn.shell.sampler.local.cuda_steps import build_engine
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.trainer import recording
@@ -24,6 +27,7 @@ from grpo_fn.trainer.recording import (
     record_kernels,
     recorded_kernels,
     settle_kernels,
+    settle_model,
 )
 
 HERE = {"blocks": "torch_compile", "head": "TritonKernels", "decoding attention": "split-KV kernel"}
@@ -72,10 +76,13 @@ def test_ranks_with_different_kernels_end_the_run_and_one_without_a_choice_does_
 def test_how_rows_are_decoded_is_chosen_compared_and_on_record_before_the_first_step(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(recording, "chosen_kernels", lambda run: run.sampler.sampler.shared.engine.choices())
     own = {"decoding attention": "matrix products", "projections": "apart"}
+    other = a_run("cuda", own | {"projections": "joined"}, run_dir=tmp_path)
+    other.sampler.sampler.prepare()
     with pytest.raises(RuntimeError, match="projections, by a trial on each rank, before step 1: got joined on rank 1"):
-        settle_kernels(a_run("cuda", own | {"projections": "joined"}, run_dir=tmp_path), 1)
+        settle_kernels(other, 1)
     assert not (tmp_path / KERNELS).exists()
     run = a_run("cuda", own, run_dir=tmp_path)
+    run.sampler.sampler.prepare()
     assert settle_kernels(run, 4) == []
     assert [recorded_kernels(tmp_path, step) for step in (3, 4)] == [{}, own]
     sampler = run.sampler.sampler
@@ -109,3 +116,23 @@ def test_a_replay_names_kernels_that_are_not_the_recorded_ones(now, said) -> Non
         differences = circumstances(RecordedStep(known, {}, None, HERE), again)
         assert [text.split(":")[0] for text in differences] == said
     assert circumstances(RecordedStep(line, {}, None, {}), again) == []  # an older record
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("qwen3_moe", "Qwen3MoeForCausalLM: sampled in slots, trained on packed rows, without its balancing loss"),
+        ("lfm2", "Lfm2ForCausalLM: sampled with a cache that grows, trained on padded rows"),
+    ],
+)
+def test_the_start_of_a_run_says_how_its_model_is_sampled_from_and_trained(name: str, line: str) -> None:
+    run = a_run("cpu")
+    model = published(name, VOCABULARY)
+    vars(run.sampler.sampler)["model"] = model
+    vars(run.world)["talking"] = lambda what: nullcontext()
+    trained = LogprobModel(model, temperature=1.0, logits_chunk_elements=10**5)
+    vars(run).update(policy=SimpleNamespace(logprob_model=trained), engine=run.sampler.sampler)
+    with catch_warnings():
+        simplefilter("ignore", RuntimeWarning)  # why not in slots and not packed
+        (text,) = settle_model(run)
+    assert text.startswith(line)

@@ -547,6 +547,12 @@ class LogprobModel(nn.Module):
         return end_to_end(tokens, mask) if self.packs else padded_rows(tokens, mask)
 
     @torch.no_grad()
+    def settle(self, device: torch.device) -> None:
+        """Find out how the model reads rows, and what its head is, unless that is known; on all ranks."""
+        if self.packs is None or self._linear is None:
+            self(*probe(self.model.config.get_text_config().vocab_size, device))
+
+    @torch.no_grad()
     def parts(
         self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], micro_tokens: int, devices: int
     ) -> list[Int[Tensor, "b"]]:
@@ -555,8 +561,7 @@ class LogprobModel(nn.Module):
         Tokens are counted as the model reads them: packed or padded, which may have to be tried first, on all ranks.
         -1 is a row without a sampled token.
         """
-        if self.packs is None:
-            self(*probe(self.model.config.get_text_config().vocab_size, tokens.device))
+        self.settle(tokens.device)
         return (by_reading if self.packs else by_width)(tokens, mask, micro_tokens, devices)
 
 

@@ -10,6 +10,7 @@ from family_table import made_up_rows, measure
 
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.sampler.local.decode_step import decoding_unsupported_reason
+from grpo_fn.shell.sampler.local.hf_cache_decode import SLIGHT, check_decoding
 
 CPU = torch.device("cpu")
 CLOSE = 5e-5  # nats, and of all gradients: float32 against float64. Most is lost by delta rules in chunks: 2e-5
@@ -26,7 +27,7 @@ def test_log_probs_and_gradients_of_a_family_are_those_of_plain_transformers(nam
     x = measure(name)
     assert x.trainer_error < CLOSE
     assert x.gradient_error < CLOSE
-    assert x.sampler_error < CLOSE
+    assert x.sampler_error < (SLIGHT if name == "nemotron_h" else CLOSE) or x.sampled == "refused"
 
 
 @pytest.mark.slow_after(5)
@@ -43,3 +44,10 @@ def test_a_model_computes_what_it_did_before_it_was_tried(name: str) -> None:
     for kwargs in ({}, {"attention_mask": padding}):
         logits = [m(input_ids=rows.tokens, use_cache=False, **kwargs).logits for m in (plain, model)]
         assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("name", ["xlstm", "recurrent_gemma", "deepseek_v4"])
+def test_a_model_that_keeps_states_in_ways_of_its_own_is_refused_before_it_samples(name: str) -> None:
+    model = published(name, VOCABULARY)
+    with pytest.raises(ValueError, match=rf"^{type(model).__name__}: got .* cache \(.*\), expected .*families\.md"):
+        check_decoding(model, CPU)

@@ -376,9 +376,12 @@ UNSPELT = "\N{REPLACEMENT CHARACTER}"  # what bytes are decoded to that are not 
 
 
 class Stops:
-    """Stop strings, and which of `size` tokens may complete one: text is looked at where one of those was drawn."""
+    """Stop strings, and which of `size` tokens may complete one: text is looked at where one of those was drawn.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], size: int) -> None:
+    Without stop strings no tokenizer is needed.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str], size: int) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.suspect = tokens_of_stops(tokenizer, self.stop, size) if stop else torch.zeros(size, dtype=torch.bool)
         # Every token holds at least one byte, so the last len(stop) tokens hold it; one more in front, because decoders

@@ -465,9 +465,14 @@ class SharedDecoder:
         self.stops: Stops | None = None
 
     def decoder(self, model: nn.Module, device: torch.device) -> DecodeEngine | None:
-        """The model's engine; None, and once a warning, where it has to be decoded in another way."""
+        """The model's engine; None, and once a warning, where it has to be decoded in another way.
+
+        Raises ValueError for a model that cannot be decoded in that way, too.
+        """
         if self.model is not model:
             reason = decoding_unsupported_reason(model, device)
+            if reason is not None:
+                hf_cache_decode.check_decoding(model, device)
             self.model, self.engine = model, build_engine(model) if reason is None else None
             if reason is not None:
                 warnings.warn(
