@@ -23,7 +23,7 @@ from grpo_fn.shell.atomic_io import check_space, write_bytes, write_json
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.stopwatch import Stopwatch
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.attention import check_attention
+from grpo_fn.shell.model.attention import check_attention, model_attention
 from grpo_fn.shell.sampler.interface import EngineSampler, FixedWeights, SamplerContext
 from grpo_fn.shell.world import alone, find_device
 from grpo_fn.tasks.task import held_out_only, sample_tests
@@ -95,7 +95,8 @@ def measure(
     check_space(request.out, len(problems) * (1 + evaluation.samples) * tokens * BYTES_A_TOKEN + 2**20)
     request.out.mkdir(parents=True, exist_ok=True)  # before hours of work, to see that it can be written to
     write_bytes(request.out / "config.gin", request.config.text.encode())
-    load = partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention)
+    attention = model_attention(compute.attention, config)
+    load = partial(hf.load_model, folder, dtype=precision, device=place, attention=attention)
     full_model = cache(partial(load_located_model, located, load))
     where = {"folder": folder, "config": config, "dtype": precision, "world": alone(place), "adapters": None}
     environments, environment_workers = open_environments(episodes, tokenizer)

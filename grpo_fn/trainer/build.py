@@ -28,6 +28,7 @@ from grpo_fn.core.types import Carry, Groups, Reward, Rollout
 from grpo_fn.rewards.combine import combine
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.attention import model_attention
 from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
 from grpo_fn.shell.model.logprob_model import LogprobModel, chunk_elements
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
@@ -159,7 +160,7 @@ def build(
     environments, environment_workers = open_environments(s.episodes, tokenizer)
     report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS), world.device)
-    teachers = teacher_specs(s, spec, checked, teachers_prepared.folders)
+    teachers = teacher_specs(s, spec, checked, teachers_prepared.folders, attention=settings.compute.attention)
     load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=teachers)
     loaded = world.together(load, what="loading the model")
     policy = trained_policy(s, checked, loaded, world)
@@ -326,14 +327,22 @@ def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Ten
 
 
 def teacher_specs(
-    settings: Settings, own: ModelSpec, checked: ValidatedPlan, folders: Mapping[str, str]
+    settings: Settings, own: ModelSpec, checked: ValidatedPlan, folders: Mapping[str, str], *, attention: str
 ) -> dict[str, ModelSpec]:
     """The facts about each teacher before it is loaded: sharded and computed like the policy, frozen."""
     how = settings.parallelism
     if settings.teacher is not None:
         how = replace(how, offload_reference=settings.teacher.offload)
+    configs = {name: checked.teachers[name][1] for name in folders}
     return {
-        name: replace(own, folder=folder, config=checked.teachers[name][1], adapters=None, parallelism=how)
+        name: replace(
+            own,
+            folder=folder,
+            config=configs[name],
+            attention=model_attention(attention, configs[name]),
+            adapters=None,
+            parallelism=how,
+        )
         for name, folder in folders.items()
     }
 

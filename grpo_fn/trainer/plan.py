@@ -22,7 +22,7 @@ from grpo_fn.algo.supervised import Stage
 from grpo_fn.core.partials import function_and_knobs, uses_of
 from grpo_fn.shell.logging.console import format_number, short_time
 from grpo_fn.shell.model import blocks, hf
-from grpo_fn.shell.model.attention import attention_note
+from grpo_fn.shell.model.attention import attention_note, model_attention
 from grpo_fn.shell.model.logprob_model import choose_head_kernels, chunk_elements
 from grpo_fn.shell.model.lora import LoRA, attach
 from grpo_fn.shell.policy import memory_estimate
@@ -196,10 +196,19 @@ def report_start(world: World, started: float) -> Callable[[str], None]:
     return report
 
 
+def settle_attention(settings: Settings, config: PretrainedConfig) -> Settings:
+    """The settings with the attention that the model is built with in the place of "auto"."""
+    attention = model_attention(settings.compute.attention, config)
+    return replace(settings, compute=replace(settings.compute, attention=attention))
+
+
 def settle_blocks(
     settings: Settings, config: PretrainedConfig, device: torch.device
 ) -> tuple[Settings, tuple[str, ...]]:
-    """The settings with `mesh.Parallelism.compile` as it is on the device; and lines on it and on attention."""
+    """The settings with `mesh.Parallelism.compile` as it is on the device, attention as the model has it; and lines on
+    both.
+    """
+    settings = settle_attention(settings, config)
     blocks_plan = plan_blocks(settings.parallelism, device, config=config, deterministic=settings.compute.deterministic)
     attends = attention_note(settings.compute.attention, hf.find_dtype(settings.compute.dtype), device)
     return replace(settings, parallelism=blocks_plan.parallelism), (*blocks_plan.notes, *attends)
@@ -254,6 +263,7 @@ def device_text(device: torch.device) -> str:
 
 def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hosts: int) -> list[str]:
     """The plan of a run on so many ranks, evenly on so many hosts, with memory, traffic and time of one device."""
+    settings = settle_attention(settings, checked.config)
     mesh = settings.parallelism.shape(ranks, ranks // hosts)
     device = planned_device(settings.compute.device)
     planned = plan_blocks(

@@ -15,7 +15,7 @@ from grpo_fn.core.problem import Conversation, Problem
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import check_demonstrations
-from grpo_fn.shell.sampler.interface import positions
+from grpo_fn.shell.sampler.interface import positions, short_positions
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.overlong import Length
 from grpo_fn.tasks.task import Task, train_problems
@@ -86,8 +86,14 @@ def prepare_data(
     """Make the model's folder there, and look at every prompt: those of the task, and those `drawn` from it.
 
     Raises ValueError for a prompt without tokens, without its question or with tokens that the model does not know, as
-    `overlong_prompts` does for one that leaves no tokens, and for an episode's opening that leaves none.
+    `overlong_prompts` does for one that leaves no tokens, for an episode's opening that leaves none, and for a limit
+    beyond the short factors of "longrope".
     """
+    if (short := short_positions(config)) is not None and (sampling.max_total_tokens or 0) > short:
+        raise ValueError(
+            f"sections.Sampling.max_total_tokens: got {sampling.max_total_tokens}, expected at most {short}: longer "
+            "rows have other frequencies (longrope), and change those of the rows beside them"
+        )
     folder = source.folder()
     tokenizer = hf.load_tokenizer(folder)
     max_positions = positions(config)

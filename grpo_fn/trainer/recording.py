@@ -262,9 +262,10 @@ def settle_model(run: TrainingRun) -> list[str]:
     if not run.world.main:
         return []
     rows = "packed" if trained.packs else "padded"
+    attention = trained.model.config.get_text_config()._attn_implementation
     balance = getattr(trained.model.config.get_text_config(), "router_aux_loss_coef", None)
     routing = f", without its balancing loss (router_aux_loss_coef {balance:g})" if balance else ""
-    return [f"{type(trained.model).__name__}: {sampled}, trained on {rows} rows{routing}"]
+    return [f"{type(trained.model).__name__}: {sampled}, trained on {rows} rows, attention {attention}{routing}"]
 
 
 def settle_kernels(run: TrainingRun, step: int) -> list[str]:

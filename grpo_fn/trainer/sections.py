@@ -60,7 +60,7 @@ class Compute:
 
     device: str  # "auto", "cpu", "cuda"
     dtype: str  # of the computation; trainable weights are kept in float32
-    attention: str  # "sdpa", of which torch chooses the kernel, or one by name: docs/running/performance.md
+    attention: str  # "auto", what the model has; "sdpa", "eager" or a kernel by name: docs/running/performance.md
     deterministic: bool  # CUDA kernels that give the same bits again; a CPU's do without it
     logits_chunk_elements: int  # most logits that live at once in the head; fewer where the device is small
 

@@ -24,7 +24,7 @@ from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.rewards.judge import Judge, judges_of
 from grpo_fn.shell.logging import stopwatch
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.attention import check_attention, check_attention_choice
+from grpo_fn.shell.model.attention import check_attention, check_attention_choice, model_attention
 from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.policy import memory_estimate
 from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
@@ -60,6 +60,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     dtype, source = hf.find_dtype(s.compute.dtype), model_source(s.model, "train.train.model")
     check_attention_choice(s.compute.attention, dtype)
     config, task = both(source.config, lambda: sample_tests(try_task(s.data.task), s.evaluation.problems))
+    model_attention(s.compute.attention, config)
     check_positive(train_rows=task.size, held_out_problems=len(task.test))
     parts, scored = reward_parts(s.rewards.reward, task.test[0])
     try_rewards("sections.Rewards.reward", scored, task.test[0], s.rewards.pool)

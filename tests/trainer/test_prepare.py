@@ -6,6 +6,7 @@ import pytest
 from environment_fakes import TALK, long_where_asked
 from episode_fakes import ends_with_one
 from fakes import tokenizer
+from families import published
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
@@ -15,9 +16,10 @@ from grpo_fn.core.environment import Environment
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.episode_rows import as_observation
 from grpo_fn.shell.model.tiny import byte_tokenizer
+from grpo_fn.shell.sampler.interface import positions
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import from_rows
-from grpo_fn.trainer.prepare import BEGINNING, fitting_episodes, prompt_length, prompt_limit
+from grpo_fn.trainer.prepare import BEGINNING, fitting_episodes, prepare_data, prompt_length, prompt_limit
 from grpo_fn.trainer.sections import Episodes, Sampling, Settings
 
 TOKENIZER = byte_tokenizer(chat=False)
@@ -53,6 +55,14 @@ def sampling(new: int, total: int | None) -> Sampling:
     """The section, with these two limits."""
     bound = [f"MAX_NEW_TOKENS={new}", f"sections.Sampling.max_total_tokens={total}"]
     return Settings(**load_config(["run/arithmetic.gin"], bound).kwargs()).sampling
+
+
+def test_rows_of_a_model_with_longrope_are_no_longer_than_its_short_factors_are_for() -> None:
+    config = published("phi3_longrope", 64).config
+    assert (positions(config), positions(published("llama_yarn", 64).config)) == (128, 512)
+    settings = Settings(**load_config(["run/arithmetic.gin"], ["sections.Sampling.max_total_tokens=129"]).kwargs())
+    with pytest.raises(ValueError, match=r"max_total_tokens: got 129, expected at most 128: .*longrope"):
+        prepare_data(settings.model, from_rows(ROWS, HELD_OUT), (), config, settings.data, settings.sampling, None)
 
 
 @pytest.mark.parametrize(

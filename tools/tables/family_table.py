@@ -124,6 +124,11 @@ def pulled_back(model: nn.Module, scores: tuple[Tensor, Tensor]) -> dict[str, Te
     return {key: torch.zeros_like(w).double() if w.grad is None else w.grad.double() for key, w in weights}
 
 
+def row(name: str, x: Measured) -> str:
+    """What the line of a family begins with; its errors are behind it."""
+    return f"| `{name}` | {' | '.join(x[:5])} |"
+
+
 def table(_: str) -> str:
     """A line for every family."""
     lines = [
@@ -132,6 +137,5 @@ def table(_: str) -> str:
     ]
     for name in PUBLISHED:
         x = measure(name)
-        errors = " | ".join("" if math.isnan(error) else f"{error:.0e}" for error in x[5:])
-        lines.append(f"| `{name}` | {' | '.join(x[:5])} | {errors} |")
+        lines.append(f"{row(name, x)} {' | '.join('' if math.isnan(x) else f'{x:.0e}' for x in x[5:])} |")
     return "\n".join(lines)

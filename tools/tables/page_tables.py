@@ -21,6 +21,7 @@ TABLES = {
     "gin files": "gin_file_table",
     "bias and noise": "bias_table",
     "procedural kinds": "procedural_audit",
+    "families": "family_table",
 }
 PLACE = re.compile(rf"^<!-- ({'|'.join(TABLES)}): ([^\n]+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import AuxRequest
 from torch.nn.functional import dropout, embedding_bag, pad, scaled_dot_product_attention
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from grpo_fn.core.batch import Spans, read_lengths, share_prompts, visible_positions
@@ -185,6 +185,7 @@ def additive_mask(one: Bucket, window: Window, dtype: torch.dtype) -> Float[Tens
 
 
 KNOB = "sections.Compute.attention"
+AUTO = "auto"  # "sdpa" of a model that has it, else "eager"
 EAGER = "eager"  # written out operator by operator, the same on every device, with the scores in memory
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -207,7 +208,7 @@ FLASH = {
         (9, 9),
     ),
 }
-NAMES = (EAGER, "sdpa", *FLASH)
+NAMES = (AUTO, EAGER, "sdpa", *FLASH)
 
 
 def check_attention_choice(name: str, dtype: torch.dtype) -> None:
@@ -219,6 +220,20 @@ def check_attention_choice(name: str, dtype: torch.dtype) -> None:
             f"{KNOB}: got {name!r} in {str(dtype).removeprefix('torch.')}, expected sections.Compute.dtype 'bfloat16' "
             "or 'float16' (scale/bf16.gin, scale/fp16.gin), or attention 'sdpa'"
         )
+
+
+def model_attention(name: str, config: PretrainedConfig) -> str:
+    """The attention that a model of this config is built with: for "auto", what it has.
+
+    Raises ValueError for "sdpa" where the model has "eager" alone.
+    """
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    has_sdpa = model is None or model._supports_sdpa
+    if name == "sdpa" and not has_sdpa:
+        raise ValueError(
+            f"{KNOB}: got 'sdpa' for {model.__name__}, which has 'eager' alone, expected 'auto' or 'eager'"
+        )
+    return ("sdpa" if has_sdpa else EAGER) if name == AUTO else name
 
 
 def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None:

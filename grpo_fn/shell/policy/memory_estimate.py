@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from grpo_fn.shell.model import hf, lora
-from grpo_fn.shell.model.attention import EAGER
+from grpo_fn.shell.model.attention import AUTO, EAGER, model_attention
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.policy.mesh import COLUMNS, PREFETCH, ROWS, Parallelism, TensorPlan, tensor_plan
 
@@ -261,7 +261,7 @@ def head_dimensions(config: PretrainedConfig) -> tuple[int, int]:
 
 def meta_model(config: PretrainedConfig, adapters: lora.LoRA | None, attention: str) -> nn.Module:
     """The model's shape, adapters included, on the meta device. Attention is as it is written out, or else fused."""
-    counted = EAGER if attention == EAGER else "sdpa"  # on any machine
+    counted = EAGER if attention == EAGER else model_attention(AUTO, config)  # on any machine
     model = hf.meta_causal_lm(config, dtype=torch.float32, attention=counted)
     return model if adapters is None else lora.attach(model, adapters)
 

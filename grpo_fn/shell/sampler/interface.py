@@ -128,7 +128,19 @@ SamplerFactory = Callable[[SamplerContext, SamplerOptions], EngineSampler]
 
 def positions(config: PretrainedConfig) -> int | None:
     """How many tokens a row may have at most; None where the model sets no limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return short_positions(config) or most
+
+
+def short_positions(config: PretrainedConfig) -> int | None:
+    """How many tokens a row has at most under the short factors of "longrope"; None for other models.
+
+    One longer row changes the frequencies of all rows in a call: a row's log-probs would depend on its neighbours.
+    """
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    original = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(original, default=None)
 
 
 def completion_limits(

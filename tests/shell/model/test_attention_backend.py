@@ -3,9 +3,17 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import GptOssConfig, Qwen3Config
 
 from grpo_fn.shell.model import attention
-from grpo_fn.shell.model.attention import FLASH, NAMES, attention_note, check_attention, check_attention_choice
+from grpo_fn.shell.model.attention import (
+    FLASH,
+    NAMES,
+    attention_note,
+    check_attention,
+    check_attention_choice,
+    model_attention,
+)
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 HALF, FULL = torch.bfloat16, torch.float32
@@ -14,13 +22,20 @@ HALF, FULL = torch.bfloat16, torch.float32
 @pytest.mark.parametrize(
     ("name", "dtype", "why"),
     [
-        ("flash", FULL, r"got 'flash', expected one of eager, sdpa, .*flash_attention_3"),
+        ("flash", FULL, r"got 'flash', expected one of auto, eager, sdpa, .*flash_attention_3"),
         ("flash_attention_2", FULL, r"got 'flash_attention_2' in float32, expected .*bf16"),
     ],
 )
 def test_a_choice_that_no_machine_could_keep_is_refused(name: str, dtype: torch.dtype, why: str):
     with pytest.raises(ValueError, match=r"^sections\.Compute\.attention: " + why):
         check_attention_choice(name, dtype)
+
+
+def test_a_model_gets_the_attention_that_it_has_and_one_that_it_lacks_is_refused_by_the_knobs_name():
+    assert [model_attention("auto", config()) for config in (Qwen3Config, GptOssConfig)] == ["sdpa", "eager"]
+    assert model_attention("eager", GptOssConfig()) == "eager"
+    with pytest.raises(ValueError, match=r"^sections\.Compute\.attention: got 'sdpa' for GptOss.*, expected 'auto'"):
+        model_attention("sdpa", GptOssConfig())
 
 
 def card(patch: pytest.MonkeyPatch, capability: tuple[int, int], *, packages: bool = True) -> None:
@@ -71,6 +86,7 @@ def test_packed_rows_of_halves_on_a_card_go_where_the_name_says(monkeypatch, fla
 
 RAGGED, PADDED = "kernel for rows of unequal length", "padded buckets"
 IN_HALVES = {
+    "auto": f"flash-attn's {RAGGED} where it imports, else torch's",
     "eager": f"{PADDED}, written out",
     "sdpa": f"flash-attn's {RAGGED} where it imports, else torch's",
     "flash_attention_2": f"flash-attn's {RAGGED} where it imports, else torch's",

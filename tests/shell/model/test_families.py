@@ -1,18 +1,20 @@
 """Every published family is sampled and trained as plain transformers computes it, or refused in one line."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from fakes import VOCABULARY
 from families import PUBLISHED, published
-from family_table import made_up_rows, measure
+from family_table import made_up_rows, measure, row
 
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.sampler.local.decode_step import decoding_unsupported_reason
 from grpo_fn.shell.sampler.local.hf_cache_decode import SLIGHT, check_decoding
 
 CPU = torch.device("cpu")
+PAGE = (Path(__file__).parents[3] / "docs" / "running" / "families.md").read_text()
 CLOSE = 5e-5  # nats, and of all gradients: float32 against float64. Most is lost by delta rules in chunks: 2e-5
 
 
@@ -25,6 +27,7 @@ def quick_first(*quick: str) -> list[str]:
 @pytest.mark.parametrize("name", quick_first("qwen3_5_text", "qwen3_moe", "gpt_oss", "gemma3_text", "lfm2"))
 def test_log_probs_and_gradients_of_a_family_are_those_of_plain_transformers(name: str) -> None:
     x = measure(name)
+    assert row(name, x) in PAGE, "run python tools/tables docs/running/families.md"
     assert x.trainer_error < CLOSE
     assert x.gradient_error < CLOSE
     assert x.sampler_error < (SLIGHT if name == "nemotron_h" else CLOSE) or x.sampled == "refused"
