@@ -121,8 +121,11 @@ def test_a_replay_names_kernels_that_are_not_the_recorded_ones(now, said) -> Non
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("qwen3_moe", "Qwen3MoeForCausalLM: sampled in slots, trained on packed rows, without its balancing loss"),
-        ("lfm2", "Lfm2ForCausalLM: sampled with a cache that grows, trained on padded rows"),
+        (
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM: sampled in slots, trained on packed rows, attention sdpa, without its balancing loss",
+        ),
+        ("lfm2", "Lfm2ForCausalLM: sampled with a cache that grows, trained on padded rows, attention sdpa"),
     ],
 )
 def test_the_start_of_a_run_says_how_its_model_is_sampled_from_and_trained(name: str, line: str) -> None:
