@@ -43,7 +43,7 @@ def test_without_eps_the_unit_of_the_reward_does_not_matter(name, scale, ddof):
 
 
 @given(st.lists(number, min_size=2, max_size=8))
-def test_formulas_as_scalar_loops(rewards):
+def test_group_advantages_equal_their_scalar_loops(rewards):
     r, v = group(rewards)
     n, mean = len(rewards), statistics.fmean(rewards)
     others = [statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i in range(n)]
@@ -109,7 +109,7 @@ def test_the_others_std_as_a_scalar_loop(rewards):
 
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 5))
-def test_pass_at_k_as_published(won, lost, k):
+def test_pass_at_k_has_the_published_advantages(won, lost, k):
     """Equations for R-bar, sigma and both advantages with binomials, and with all groups of k drawn and scored."""
     n = won + lost
     rewards = [1.0] * won + [0.0] * lost
@@ -173,7 +173,7 @@ def test_a_baseline_gives_finite_advantages_where_something_was_sampled_and_zero
 
 
 @given(tokens_of_a_group())
-def test_of_the_values_that_a_token_is_compared_with_the_weighted_mean_is_taken_away(step):
+def test_the_weighted_mean_of_the_values_that_a_token_is_compared_with_is_taken_away(step):
     value, energy, mask = step
     adv = advantage.optimal_token_baseline(*step)
     for t in range(mask.shape[1]):

@@ -12,7 +12,7 @@ positive = st.floats(1e-3, 10.0)
 
 
 @given(positive, positive, st.floats(0.0, 1e3), st.floats(0.0, 1.0), st.floats(0.0, 0.9))
-def test_adaptive_kl_as_published(gain, target, measured, rate, limit):
+def test_the_kl_controller_follows_the_published_rule(gain, target, measured, rate, limit):
     error = max(-limit, min(limit, (measured - target) / target))
     expected = gain * (1 + rate * error)
     assert objective.adaptive_kl(gain, measured, target=target, rate=rate, limit=limit) == pytest.approx(expected)

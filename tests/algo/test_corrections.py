@@ -193,7 +193,7 @@ def near_an_edge(log_w: list[float], behind: list[float], knobs: dict) -> bool:
 @each(EVERY)
 @COSTLY
 @given(FAR.flatmap(lambda drift: loss_rows(drift=drift)))
-def test_formulas_as_scalar_loops(f, row):
+def test_every_correction_equals_its_scalar_loop(f, row):
     logp, row = row
     here = row.mask.nonzero()[:, 0].tolist()
     log_w = (row.logp_old - row.logp_sampled)[here].tolist()
@@ -222,7 +222,7 @@ LOG_8, LOG_2 = math.log(8), math.log(2)  # of a row whose geometric mean is 4
         ),
     ],
 )
-def test_by_hand(f, row, expected):
+def test_weights_of_small_rows_are_those_computed_by_hand(f, row, expected):
     assert f(*row).tolist() == pytest.approx(expected)
 
 

@@ -76,7 +76,7 @@ def test_reweighted_advantages_keep_their_sign_and_come_no_farther_than_the_clip
     assert ((got - adv).abs() <= lam * clip * adv.abs() + 1e-12).all()
 
 
-def test_golden_early_gap():
+def test_early_tokens_weigh_more_by_the_golden_values():
     """|gap| 1, 2, 1 of 4 in all; gamma 0.5: weights 1.5, 1.375, 1.125, whatever is not sampled in between."""
     gap = torch.tensor([[[1.0, 9.0, -2.0, 1.0]]], dtype=torch.float64)
     mask = torch.tensor([[[True, False, True, True]]])
@@ -85,7 +85,7 @@ def test_golden_early_gap():
     torch.testing.assert_close(got, torch.tensor([[[3.0, 0.0, -5.5, 2.25]]], dtype=torch.float64))
 
 
-def test_golden_reweighted():
+def test_reweighted_advantages_have_the_golden_values():
     """A = -2 and a token twice as likely under the teacher: exp(-log 2) = 0.5, clipped to 0.8; half of it counts."""
     adv, gap = torch.tensor([[[-2.0, 2.0]]]).double(), torch.full((1, 1, 2), 2.0).double().log()
     f = partial(distillation.teacher_reweighted, share=None, lam=0.5, clip=0.2)

@@ -10,7 +10,7 @@ from grpo_fn.algo import objective
 
 
 @given(loss_rows())
-def test_formulas_as_scalar_loops(row):
+def test_every_kl_equals_its_scalar_loop(row):
     logp, row = row
     for t in range(len(logp)):
         p, old, ref = logp[t].item(), row.logp_old[t].item(), row.logp_ref[t].item()

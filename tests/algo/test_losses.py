@@ -141,7 +141,7 @@ def test_the_future_leaves_out_ratios_above_the_cap():
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 400])
 @pytest.mark.parametrize("decay", [1.0, 0.9, 2 ** (-1 / 32), 0.0])
-def test_discounted_sums_as_a_loop(length, decay):
+def test_discounted_sums_equal_a_loop(length, decay):
     x = torch.randn(length, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
     expected, behind = torch.zeros_like(x), 0.0
     for t in reversed(range(length)):

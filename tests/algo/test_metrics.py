@@ -74,7 +74,7 @@ def test_tables_merge_name_by_name(tables):
 # -- what a step reports
 
 
-def test_a_rollouts_figures():
+def test_figures_of_a_rollout_have_the_golden_values():
     mask = torch.tensor([[False, True, True, False], [False, True, False, False]])
     seen = Rollout(mask.long(), mask, torch.zeros(2, 4), torch.tensor([True, False]), ("", ""))
     assert metrics.rollout_metrics(seen) == {
@@ -96,7 +96,7 @@ def test_a_rewards_figures_leave_out_what_could_not_be_scored():
     )
 
 
-def test_learnings_figures():
+def test_figures_of_learning_have_the_golden_values():
     numbers = {"kl": [0.5, 1.5], "entropy": [2.0], "clip_low": [0.0, 1.0], "clip_high": [0.0], "ratio": [0.5, 2.0]}
     numbers |= {"correction": [0.0, 1.5], "importance_masked": [1.0, 0.0], "ratio_capped": [1.0, 0.0, 0.0, 0.0]}
     stats = {name: of(torch.tensor(x)) for name, x in numbers.items()}

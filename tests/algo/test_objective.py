@@ -116,7 +116,7 @@ def test_a_token_loss_of_another_shape_or_kind_is_refused_by_name(loss, message)
         f(scores(logp), batch, totals(batch), UNMOVED, token_loss=loss)
 
 
-def test_grpo_golden_step():
+def test_a_step_of_grpo_has_the_values_computed_by_hand():
     """Two rows of 2 and 1 tokens, A = +1 and -1, eps 0.2, beta 0.04: eq. 3 of arXiv:2402.03300 by hand."""
     r = torch.tensor([[1.5, 0.9], [0.5, 1.0]], dtype=torch.float64)
     logp = torch.full((2, 2), math.log(0.5), dtype=torch.float64)

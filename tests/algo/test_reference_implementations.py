@@ -71,7 +71,7 @@ def test_a_preset_is_what_its_paper_says(name, step):
 @pytest.mark.parametrize("name", LOOPED)
 @FEW
 @given(seed=st.integers(0, 2**32))
-def test_also_for_a_step_in_which_everything_happens(name, seed):
+def test_a_preset_is_what_its_paper_says_for_a_step_in_which_everything_happens(name, seed):
     """18 rows of up to 5 tokens: every branch of a loss is taken."""
     agree(preset(name), getattr(reference, name), rich_step(seed, 3))
 

@@ -51,7 +51,7 @@ def test_the_divergence_is_a_mean_over_tokens_while_the_objective_is_one_over_ro
 
 
 @given(batches(), st.data())
-def test_its_micro_batches_add_up(data, draw):
+def test_micro_batches_of_a_teacher_divergence_add_up(data, draw):
     logp, batch = data
     cuts = sorted({0, len(logp), *draw.draw(st.lists(st.integers(0, len(logp)), max_size=3))})
     whole, value = learn(composed(0.7), logp, batch)

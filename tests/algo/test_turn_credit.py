@@ -91,7 +91,7 @@ def test_group_in_group_as_a_loop_over_tokens(compare, step, gamma, weight):
         assert got[p, b, t].item() == pytest.approx(expected, abs=1e-9)
 
 
-def test_two_ways_through_a_maze():
+def test_a_detour_through_a_maze_is_credited_as_computed_by_hand():
     """One sample leaves at once from state 0, the other goes round: there its first turn is worse, its last as good."""
     reward = outcome_reward(torch.tensor([[1.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool), {})
     turns = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]])

@@ -33,7 +33,7 @@ def test_the_example_prints_what_the_page_says(capsys):
 
 
 @pytest.mark.usefixtures("countdown")
-def test_its_test_passes():
+def test_the_test_of_the_page_passes():
     names = {}
     exec(compile(PYTHON[2], "docs/tasks/environment.md", "exec"), names)
     with profile(max_examples=10):
@@ -41,7 +41,7 @@ def test_its_test_passes():
 
 
 @pytest.mark.usefixtures("countdown")
-def test_its_gin_file_resolves(tmp_path):
+def test_the_gin_file_of_the_page_resolves(tmp_path):
     (tmp_path / "countdown.gin").write_text(BLOCKS[4][1], encoding="utf-8")
     episodes = freeze(load_config([str(tmp_path / "countdown.gin")], []).root.knobs["episodes"], {})
     assert episodes.environment.pure

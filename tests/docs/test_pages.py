@@ -85,7 +85,7 @@ def test_the_files_tests_and_links_that_pages_name_exist() -> None:
     assert not missing
 
 
-def test_what_the_design_page_says_is_in_a_file_is_defined_there() -> None:
+def test_names_of_the_design_page_are_defined_in_the_files_that_it_names() -> None:
     rows = re.findall(r"^\| \.\.\. .*? \| (`.+`) \| (`.+`) \|$", (DOCS / "design.md").read_text(), re.MULTILINE)
     assert len(rows) >= 20
     for files, names in rows:

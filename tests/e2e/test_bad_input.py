@@ -95,7 +95,7 @@ def test_files_devices_and_models_that_a_command_names_must_exist(cache: Path, d
     refused(hub, tmp_path, "got model 'no-such-user/no-such-model'", "expected", doom=no_network)
 
 
-def test_no_space_left(cache: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_with_its_own_exit_code(cache: Path, tmp_path: Path) -> None:
     said = ("no space left: got 10 bytes", "expected")
     refused(command(cache, tmp_path / "run"), tmp_path, *said, doom=full_disk, expected=74)  # the agent tries it again
 

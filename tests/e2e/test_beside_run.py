@@ -185,7 +185,7 @@ DOOMS = st.one_of(
 @pytest.mark.slow
 @settings(max_examples=max(4, settings.default.max_examples // 12))
 @given(dooms=st.lists(st.tuples(DOOMS, st.integers(0, 3)), min_size=1, max_size=2), every=st.sampled_from([1, 2, 3]))
-def test_killed_at_any_moment(
+def test_a_run_with_evaluation_beside_it_killed_at_any_moment_ends_as_undisturbed(
     cache: Path, midst: dict[str, Any], dooms: list[tuple[Callable[[Path], Harm], int]], every: int
 ) -> None:
     with TemporaryDirectory() as where:

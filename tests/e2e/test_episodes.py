@@ -119,7 +119,7 @@ def test_a_rank_killed_inside_a_tool_changes_nothing(cache: Path, episodes: Path
 
 
 @pytest.mark.slow
-def test_eight_random_moments(
+def test_a_run_of_episodes_killed_at_eight_random_moments_ends_as_undisturbed(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Of one run: each start goes on from where the last was killed, and the moments are later and later in it."""

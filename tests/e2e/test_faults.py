@@ -66,7 +66,9 @@ def resumed_after(over: Job) -> int:
     ("ranks", "rank", "place"),
     [(2, 1, "generate"), (2, 0, "backward"), (2, 1, "staging"), (4, 2, "writing"), (2, 0, "sealing")],
 )
-def test_a_rank_is_killed(cache: Path, tmp_path: Path, ranks: int, rank: int, place: str) -> None:
+def test_the_others_leave_when_a_rank_is_killed_and_the_job_ends_as_if_undisturbed(
+    cache: Path, tmp_path: Path, ranks: int, rank: int, place: str
+) -> None:
     doom = Doom(rank, PLANS[place], KILL)
     over = doomed(cache, tmp_path, ranks, doom)
     survivors_said_so(over, doom, within=GRACE)  # a dead rank is noticed at once: no rank waits for the deadline

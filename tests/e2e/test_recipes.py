@@ -126,7 +126,9 @@ def learnt(run_dir: Path, *, overflows: bool) -> None:
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", SMALLER)
-def test_two_steps_of_a_recipe(name: str, model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_recipe_made_small_takes_two_steps_with_updates(
+    name: str, model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     argv = small(name, model, tmp_path, request)
     if name == "qwen_math_2gpu":
         over = job(tmp_path / "job", 2, argv)

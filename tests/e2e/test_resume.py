@@ -54,7 +54,7 @@ DOOMS = st.one_of(
 @given(dooms=st.lists(DOOMS, min_size=1, max_size=2))
 @example(dooms=[at_file(3, within="checkpoints")])
 @example(dooms=[at_file(20, within="checkpoints")])
-def test_killed_at_any_moment(cache: Path, whole: Path, dooms: list[Planned]) -> None:
+def test_a_run_killed_at_any_moment_ends_as_undisturbed(cache: Path, whole: Path, dooms: list[Planned]) -> None:
     with TemporaryDirectory() as folder:
         run, codes = interrupted(cache, Path(folder), dooms)
         assert set(codes) <= {0, -KILL}

@@ -99,7 +99,7 @@ def test_an_evaluation_leaves_the_run_as_it_is(trained: Path, tmp_path: Path) ->
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
 
 
-def test_of_a_run_that_went_on_after_its_end_the_newer_weights(run: Path) -> None:
+def test_the_newer_weights_of_a_run_that_went_on_after_its_end_are_evaluated(run: Path) -> None:
     assert locate(str(run), warn=pytest.fail).checkpoint is None
     summary = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps({**summary, "steps": 4}))  # as if the export were of an earlier end
@@ -186,7 +186,9 @@ BAD_KNOBS = {
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("fault", BAD_KNOBS)
-def test_knobs_that_cannot_be(trained: Path, tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_knobs_that_do_not_fit_are_refused_before_weights_are_loaded(
+    trained: Path, tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     params, said = BAD_KNOBS[fault]
     given = [part for param in params for part in ("--gin_param", param)]
     refused(["--model", str(trained), "--out", str(tmp_path / "out"), *given], capsys, *said)

@@ -59,7 +59,7 @@ def test_changes_are_counted_and_are_symmetric(pairs):
     assert (there.low, there.high) == paired_bootstrap(len(there.gained), len(there.lost), len(known))
 
 
-def test_the_table_and_the_flips(tmp_path, capsys):
+def test_the_table_has_differences_and_the_problems_that_flipped(tmp_path, capsys):
     first = evaluated(tmp_path / "first", [1.0, 0.0, 0.0, 0.0, 0.5, 1.0, None, 1.0])
     second = evaluated(tmp_path / "second", [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, None], marked="7|8")
     third = evaluated(tmp_path / "third", [1.0] * 8)

@@ -302,7 +302,9 @@ def test_a_reward_of_episodes_scores_stored_rows(pool: RewardPool) -> None:
         ("tests", "test_list", [["assert True"]], [None, [], "assert True", [1], {}]),
     ],
 )
-def test_what_a_reward_needs_has_to_be_there(needs: str, field: str, fits: list, misfits: list) -> None:
+def test_a_row_without_a_field_that_the_reward_needs_is_refused(
+    needs: str, field: str, fits: list, misfits: list
+) -> None:
     def ask(**fields: object) -> tuple[Problem, Completion]:
         return parse_row("here", 1, json.dumps({"completion": "x", **fields}).encode(), needs=(needs,), suffix="")
 

@@ -20,7 +20,7 @@ def samples(*rewards: float | None) -> list[Sample]:
     return [Sample(f"try {i}", reward, {}) for i, reward in enumerate(rewards)]
 
 
-def test_answer_and_field():
+def test_a_prompt_shows_the_answer_or_the_named_field_and_none_without_it():
     assert privileged.with_answer(ASKED, (), 0, template=TEMPLATE) == "2+3? | 5"
     assert privileged.with_answer(ASKED._replace(answer=""), (), 0, template=TEMPLATE) is None
     named = partial(privileged.with_field, template=TEMPLATE)

@@ -28,7 +28,7 @@ from grpo_fn.trainer.evaluation import (
         *((0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1.0), (1, 1, 0.2065, 1.0)),
     ],
 )
-def test_golden_intervals(right, n, low, high):
+def test_intervals_are_those_of_newcombes_table(right, n, low, high):
     assert wilson(right, n) == pytest.approx((low, high), abs=5e-5)
 
 
