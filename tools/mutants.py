@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 AREAS = ("algo", "core", "shell/policy", "shell/sampler", "shell/checkpoint", "rewards")  # of grpo_fn/ and of tests/
 OTHER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 OTHER |= {ast.Add: ast.Sub, ast.Sub: ast.Add}
-SECONDS = 40.0  # of processor time that the tests of a mutant may take
+SECONDS = 20.0  # of processor time that the tests of a mutant may take
 HEAD = "| line | before | after | noticed by |\n|---|---|---|---|\n"
 UNTOUCHED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.arguments)  # messages and types
 COVERAGE = "[run]\nparallel=true\ndata_file={0}/.coverage\ninclude={0}/grpo_fn/*\ncontext=${{PYTEST_CURRENT_TEST-}}\n"

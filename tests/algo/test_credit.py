@@ -231,6 +231,14 @@ def test_batch_scaled_divides_by_the_std_of_all_rewards_of_the_step(step, eps):
     close(got, plain / (std + eps) if std else torch.zeros_like(plain), tol=1e-7)
 
 
+def test_batch_scaled_divides_two_rewards_by_the_std_of_two():
+    adv = run(
+        partial(credit.batch_scaled, credit=partial(credit.outcome, advantage=advantage.mean_centered), eps=0.0),
+        outcomes([[0.0, 1.0]]),
+    )
+    close(adv[..., 0], torch.tensor([[-1.0, 1.0]]) * math.sqrt(0.5), 1e-6)
+
+
 WEIGHTS = st.sampled_from([None, partial(corrections.truncated_weight, ratio=corrections.token_ratio, cap=3.0)])
 
 

@@ -96,6 +96,15 @@ def test_levels_follow_a_loop(steps):
         assert int(state["level"]) == level
 
 
+def test_levels_rise_one_by_one_up_to_the_last():
+    state, levels = ALL["threshold"].start(3, key(0)), []
+    for _ in range(4):
+        here = state["level"].repeat(2)
+        state = ALL["threshold"].update(state, here, torch.ones(2).double())
+        levels.append(int(state["level"]))
+    assert levels == [1, 2, 2, 2]
+
+
 def looped_pool(state, arms, rates):
     """The update of the pool, one arm at a time."""
     place, member = state["place"].tolist(), state["member"].tolist()

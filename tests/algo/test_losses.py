@@ -62,6 +62,13 @@ def test_only_losses_made_for_it_look_at_the_marks(f, row, data):
     assert torch.equal(f(logp, row)[0], f(logp, row._replace(selected=other))[0])
 
 
+@each(ALL, only={"gmpo", "dppo_tv"})
+def test_a_token_without_advantage_is_not_reported_as_clipped(f):
+    _, said = f(*example([1.0, -1.0], 0.0, logp=-1.0))
+    assert not said["clip_high"].any()
+    assert not said["clip_low"].any()
+
+
 # -- formulas
 
 

@@ -294,7 +294,8 @@ def test_padding_and_prompts_are_no_observations(step: Step, extra: int):
 # -- the supervised stage
 
 
-def test_a_supervised_step_reads_the_next_demonstrations_and_samples_nothing():
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_supervised_step_reads_the_next_demonstrations_and_samples_nothing(minibatches):
     policy = TokenPolicy(rich_step(1, 8, group_size=1, width=4), 0.0)
     calls = []
 
@@ -305,7 +306,7 @@ def test_a_supervised_step_reads_the_next_demonstrations_and_samples_nothing():
     def given_of(problems) -> Rollout:
         return shown(len(problems), 4, problems[0].uid)
 
-    algo = supervised.Stage(objective=PLAIN, prompts=4, minibatches=2)
+    algo = supervised.Stage(objective=PLAIN, prompts=4, minibatches=minibatches)
     carried = algorithm.AT_THE_START
     for number in (1, 2):
         experience, carried, figures = supervised.supervised_step(
@@ -316,6 +317,6 @@ def test_a_supervised_step_reads_the_next_demonstrations_and_samples_nothing():
         assert "reward/mean" not in figures
         assert figures["sft/loss"] == pytest.approx(figures["loss/objective"], rel=0.5)
     assert calls == [(0, 4), (4, 4)]
-    assert len(policy.signals) == 4  # two minibatches a step
+    assert len(policy.signals) == 2 * minibatches
     for signal in policy.signals:
         assert signal.sum() == pytest.approx(-1.0)  # each is a mean over its own tokens

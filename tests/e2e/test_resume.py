@@ -90,7 +90,7 @@ def test_a_polite_signal_finishes_the_step_saves_and_says_so(cache: Path, whole:
     assert outcome(run) == outcome(whole)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("doom", "codes", "said"),
     [

@@ -57,6 +57,7 @@ def test_the_held_out_loss_falls_and_nothing_is_sampled_or_scored(calm: Path) ->
     assert (calm / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_as_an_undisturbed_one(cache: Path, data: Path, calm: Path, tmp_path: Path) -> None:
     argv = supervised(cache, tmp_path / "run", data)
     assert ended(argv, tmp_path / "out", [signal_after_step(3, signal.SIGKILL)]) == [-9, 0]

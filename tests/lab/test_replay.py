@@ -337,16 +337,6 @@ def test_bad_input_is_one_line(whole: Path, copied: Path, tmp_path: Path, replay
     assert "step_000006.jsonl.gz, which is broken" in said
 
 
-@pytest.mark.slow
-def test_a_broken_checkpoint_is_passed_over(copied: Path, replayed: Replayed) -> None:
-    path = copied / "checkpoints" / "step_4" / "__0_0.distcp"
-    path.write_bytes(path.read_bytes()[:-1])
-    code, said = replayed(copied, 5)
-    assert code == 0
-    assert "skipped: got checkpoint" in said
-    assert "from the model that the run began with" in said
-
-
 # -- the parts
 
 

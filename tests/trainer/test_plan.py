@@ -13,14 +13,11 @@ from grpo_fn.config import load_config
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.model.attention import attention_note
-from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy.mesh import BlockPlan, Parallelism, plan_blocks
 from grpo_fn.shell.world import World, alone
 from grpo_fn.tasks.task import generated_task
-from grpo_fn.trainer import plan as plans
 from grpo_fn.trainer.plan import (
     ValidatedPlan,
-    decoding_notes,
     device_notes,
     dry_run_lines,
     kv_bytes,
@@ -116,20 +113,6 @@ def test_a_dry_run_for_a_card_says_what_float32_costs_what_attends_and_the_memor
         assert bool(precision_notes(dtype, None)) == (dtype is torch.float32)
         assert attention_note("sdpa", dtype, None)[0] in lines
         assert any("not counted" in line and "a checkpoint's copy of what trains" in line for line in lines)
-
-
-def test_how_decoding_attends_and_what_it_joins_is_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasons: list[str | None] = [None, "no Triton"]
-    monkeypatch.setattr(plans, "split_kv_unsupported_reason", lambda device: reasons.pop(0))
-    config = qwen2_tied(VOCABULARY).config
-    assert decoding_notes(config, None, CARD)[0] == "decoding attends in the split-KV kernel"
-    assert decoding_notes(config, None, CARD)[0] == "decoding attends in matrix products (no Triton)"
-    attends, whole = decoding_notes(config, None, None)
-    assert "where Triton imports" in attends
-    assert whole == "decoding has q_proj + k_proj + v_proj in one product, gate_proj + up_proj in one product"
-    adapters = LoRA(rank=2, alpha=2.0, dropout=0.0, targets=("up_proj",))
-    apart = "gate_proj + up_proj apart (got layers of Linear (adapters), expected torch.nn.Linear)"
-    assert apart in decoding_notes(config, adapters, None)[1]
 
 
 # -- blocks
