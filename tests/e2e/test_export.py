@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import export
 import pytest
 import torch
 from e2e.running import command, finish
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_fn import export
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.model import hf
 from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, locate, weights_of
