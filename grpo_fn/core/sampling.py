@@ -13,7 +13,7 @@ uniform on [0, 1); the same u always means the same token. Nothing waits for the
 
 Two policies that draw with the same u are coupled. `categorical` and `nucleus` lay their distributions over one line
 and look at the same place of it; `gumbel_max` and `gumbel_max_nucleus` give every token of the vocabulary the same
-noise in both, so that tokens before it do not push it aside. docs/experiments/paired.md has how often the two part.
+noise in both, so that tokens before it do not push it aside. docs/experiments/sweeps.md has how often the two part.
 
 logp is in nats, in float32 whatever the logits are in, and is the log-probability of the returned token *under the
 distribution it was drawn from*: tempered, truncated and renormalised. `greedy` alone returns it under the plain

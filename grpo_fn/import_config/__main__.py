@@ -6,7 +6,7 @@ grpo_fn import trl.json --world 8 --rows 7473 > run.gin     TRL: the fields of a
 A TRL file is JSON, YAML, or Python: a dict literal, or a call GRPOConfig(...) of literals. --world is the number of
 processes and --rows that of training rows, which TRL's own file does not hold. What means something else here, what was
 left out and which keys are unknown is written to stderr and into the gin file as comments.
-docs/migrating/from_trl.md and docs/migrating/from_nemo_rl.md say the same in words. Exit codes: 0 done, 2 bad input.
+docs/migrating.md says the same in words. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
@@ -26,8 +26,7 @@ def kind_of(config: Mapping[str, Any]) -> str:
     """nemo_rl or trl, by the keys. Raises ValueError when they are neither's."""
     if {"actor_rollout_ref", "algorithm"} & config.keys():  # before NeMo-RL's: verl has a distillation.*, too
         raise ValueError(
-            "got a configuration of verl, expected NeMo-RL's or TRL's; docs/migrating/from_verl.md has the knobs by "
-            "hand"
+            "got a configuration of verl, expected NeMo-RL's or TRL's; docs/migrating.md has the knobs by hand"
         )
     if any(isinstance(config.get(name), Mapping) for name in ("grpo", "distillation")):
         return "nemo_rl"

@@ -1,4 +1,4 @@
-"""The YAML of a NeMo-RL GRPO run as a gin file (docs/migrating/from_nemo_rl.md)."""
+"""The YAML of a NeMo-RL GRPO run as a gin file (docs/migrating.md)."""
 
 from collections.abc import Mapping
 from math import ceil
@@ -30,7 +30,7 @@ def from_nemo_rl(config: Mapping[str, Any], rows: int | None = None) -> Draft:
     if "distillation" in config:
         raise ValueError(
             "distillation: got NeMo-RL's distillation of a teacher's top logits, expected its GRPO with adv_estimator "
-            "opd; algo/opd.gin has the reverse KL of the sampled token (docs/algorithms/distillation.md)"
+            "opd; algo/opd.gin has the reverse KL of the sampled token (docs/algorithms/sft.md)"
         )
     key, draft = OptionReader(fill_references(config), NEMO_RL), Draft()
     key.carry(draft)
@@ -144,7 +144,7 @@ def nemo_teacher(key: OptionReader, draft: Draft) -> str:
     if len(models) != 1 or not models[0]:
         raise ValueError(
             f"{TEACHERS}: got {models} with adv_estimator opd, expected one model; several are sections.Teacher.models "
-            "(docs/algorithms/distillation.md)"
+            "(docs/algorithms/sft.md)"
         )
     key.taken |= {*names, "on_policy_distillation.enabled"}
     draft.macros["TEACHER"] = Text(models[0])

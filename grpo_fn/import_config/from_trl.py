@@ -1,4 +1,4 @@
-"""A GRPOConfig of TRL as a gin file (docs/migrating/from_trl.md): what trl.yaml cannot say."""
+"""A GRPOConfig of TRL as a gin file (docs/migrating.md): what trl.yaml cannot say."""
 
 from collections.abc import Mapping
 from math import ceil
@@ -30,7 +30,7 @@ def from_trl(config: Mapping[str, Any], world: int, rows: int | None) -> Draft:
     if taught := sorted(TEACHERS & config.keys()):
         raise ValueError(
             f"got {', '.join(taught)}, of a DistillationConfig, GKDConfig or IWOPDConfig, expected a GRPOConfig; "
-            "algo/opd.gin and algo/iw_opd.gin with scale/teacher.gin learn from a teacher (docs/migrating/from_trl.md)"
+            "algo/opd.gin and algo/iw_opd.gin with scale/teacher.gin learn from a teacher (docs/migrating.md)"
         )
     key, draft = OptionReader(config, TRL), Draft()
     key.carry(draft)

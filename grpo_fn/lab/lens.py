@@ -5,7 +5,7 @@ grpo_fn lens RUN --step 20 --policy NAME   with others: a model folder, or a che
 grpo_fn lens RUN --step 20 --on_policy     as the policy that sampled it saw it: every ratio 1
 
 Prints the figures and writes one HTML file (default RUN/lens/step_N.html) that opens without a network. With
---token_report FILE.html also every token of the run: signal, ratio, clip, KL, entropy (docs/monitoring/signal.md).
+--token_report FILE.html also every token of the run: signal, ratio, clip, KL, entropy (docs/monitoring/tensorboard.md).
 """
 
 import argparse

@@ -279,7 +279,7 @@ def distance_from_median(history: History, *, window: int) -> Measured:
     )
 
 
-# -- the table: name, limit (its unit is that of the metric, docs/monitoring/health.md) and what is compared with it
+# -- the table: name, limit (its unit is that of the metric, docs/monitoring/metrics.md) and what is compared with it
 
 
 TABLE = (

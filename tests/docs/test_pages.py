@@ -77,10 +77,10 @@ def test_the_files_tests_and_links_that_pages_name_exist() -> None:
             missing += [(path.name, name) for name in gin if not (ROOT / "gin" / name).exists()]
             tools = re.findall(r"\b(tools/[\w/]+\.py)\b", text)
             missing += [(path.name, name) for name in tools if not (ROOT / name).exists()]
-    for name in set(re.findall(r"\b((?:\w+/)+\w+\.py)\b", texts[DOCS / "concepts" / "one_step.md"])):
-        missing += [] if any((ROOT / top / name).exists() for top in ("", "grpo_fn")) else [("one_step.md", name)]
-    tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", texts[DOCS / "issues.md"])
-    missing += [("issues.md", name) for path, name in tests if f"def {name}(" not in (ROOT / path).read_text()]
+    for name in set(re.findall(r"\b((?:\w+/)+\w+\.py)\b", texts[DOCS / "concepts" / "concepts.md"])):
+        missing += [] if any((ROOT / top / name).exists() for top in ("", "grpo_fn")) else [("concepts.md", name)]
+    tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", texts[DOCS / "troubleshooting.md"])
+    missing += [("troubleshooting.md", name) for path, name in tests if f"def {name}(" not in (ROOT / path).read_text()]
     assert len(tests) > 10
     assert not missing
 

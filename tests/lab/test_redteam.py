@@ -180,12 +180,12 @@ def test_a_reply_about_its_own_grade_pays_only_with_a_gullible_judge_or_reader(a
         assert set(scores.values()) == {0.0}
 
 
-# -- the tables of docs/rewards/redteam.md
+# -- the tables of docs/rewards/score.md
 
-PAGE = (ROOT / "docs" / "rewards" / "redteam.md").read_text()
+PAGE = (ROOT / "docs" / "rewards" / "score.md").read_text()
 LINES = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| (-?\d\.\d{3}) \| (\d\.\d{3}) \|", PAGE, re.MULTILINE)
 FILES = {name for _, task, *_ in LINES for name in re.findall(r"\w+/\w+\.gin", task)}
-RUNS_ELSEWHERE = {"run/arithmetic_vllm.gin", "run/sft.gin"}  # that draw from another's task, or reward nothing
+RUNS_ELSEWHERE = {"run/arithmetic_vllm.gin", "run/sft.gin", "run/rows.gin"}  # another task, no reward, a user's reward
 TASKS_ELSEWHERE = {"task/gsm8k.gin", "task/openmath.gin"}  # bound by run/gsm8k.gin itself; on the hub alone
 
 

@@ -74,7 +74,7 @@ def column(name: str, values: list) -> list[dict]:
 
 def test_every_rule_of_the_table_is_tested_here_and_on_the_page_with_its_limit() -> None:
     assert SPEAKING.keys() == health.RULES.keys()
-    page = (Path(__file__).resolve().parents[2] / "docs" / "monitoring" / "health.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "monitoring" / "metrics.md").read_text()
     lines = dict(re.findall(r"^\| `(\w+)` \| .* \| ([\d.]+)[^|]* \|$", page, re.MULTILINE))
     assert {name: float(limit) for name, limit in lines.items()} == {n: rule.limit for n, rule in health.RULES.items()}
 
