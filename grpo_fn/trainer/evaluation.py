@@ -262,9 +262,13 @@ def why_no_reward(groups: Groups, reward: Callable[..., Reward], *, limit: int) 
         reason = f"{count} of {count} completions are empty"
     elif any(uses_of(math_rewards.correct, reward)) and all(marked_answer(text) is None for text in texts):
         numbers = sum(_ENDS_IN_NUMBER.search(text) is not None for text in texts)
+        cut = int(rollout.truncated.sum())
+        ends = (
+            f"{numbers} of {count} end in a number: see math.lenient, or" if numbers else "they end without a number:"
+        )
         reason = (
             r"no completion holds an answer that math.correct reads (\boxed, ####, 'the answer is'), "
-            f"{numbers} of {count} end in a number: see math.lenient, or ask for a box in the prompt"
+            f"{ends} ask for a box in the prompt{f'; {cut} of {count} are cut at {limit} tokens' if cut else ''}"
         )
     else:
         first, answer = short_line(texts[0], SHOWN), short_line(problems[0].answer, SHOWN)

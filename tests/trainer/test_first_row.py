@@ -121,6 +121,7 @@ def diagnosis(
 def test_a_first_step_without_a_reward_has_its_likeliest_reason() -> None:
     numbers = ["it is 42", "so 7.", "x = $3$", "none"]
     assert "\\boxed, ####, 'the answer is'), 3 of 4 end in a number: see math.lenient" in diagnosis(numbers)
+    assert "they end without a number: ask for a box" in diagnosis(["none"] * 4)
     assert "4 of 4 completions are cut at 12 tokens" in diagnosis(numbers, cut=True)
     assert "all 2 prompts are the same" in diagnosis(numbers, prompts=("a", "a"))
     assert "4 of 4 completions are empty" in diagnosis([" "] * 4)

@@ -101,6 +101,7 @@ class Console(AbstractContextManager):
         if self._clock.is_alive():
             self._clock.join()
         if self._bar is not None:
+            self._bar.set_postfix_str("", refresh=False)
             self._attempt(self._bar.close)
         self._log.close()
 
