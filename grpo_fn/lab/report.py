@@ -105,8 +105,8 @@ def read_run(path: Path, name: str) -> ReportedRun:
         knobs=json.loads((path / "run.json").read_bytes()).get("hparams", {}),
         summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
         running=is_locked(path / LOCK),
-        # `2026-01-31 12:00:00 health, kl_high: ...`, or a rule that has ended the run
-        warnings=[line for line in lines if re.match(r"\S+ \S+ (health, |ended by )", line)][-WARNINGS:],
+        # `2026-01-31 12:00:00 health, kl_high: ...`, a rule that has ended the run, or a first step without a reward
+        warnings=[line for line in lines if re.match(r"\S+ \S+ (health, |ended by |no sample of )", line)][-WARNINGS:],
         step=step,
         samples=extreme_samples(rows),
     )

@@ -237,7 +237,7 @@ def device_notes(world: World, dtype: torch.dtype) -> list[str]:
     """
     choice = choose_head_kernels(world.device)
     world.same(type(choice.kernels).__name__, what="the head's kernels, by a trial on each rank")
-    return [*precision_notes(dtype, world.device), f"the head computes with {choice.text}"]
+    return [*precision_notes(dtype, world.device), f"LM head: {choice.text}"]
 
 
 def sampler_line(settings: Settings, config: PretrainedConfig, device: torch.device) -> str:

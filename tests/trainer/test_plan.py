@@ -224,7 +224,7 @@ def test_the_main_rank_alone_reports_with_the_seconds_and_a_console_that_is_gone
 
 def test_ranks_whose_trials_chose_different_head_kernels_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     (head,) = device_notes(alone(CPU), torch.float32)
-    assert head.startswith("the head computes with torch's operations")
+    assert head.startswith("LM head: torch's operations")
     monkeypatch.setattr(World, "exchange", lambda self, mine, *, what: [mine, "TritonKernels"])
     said = r"head's kernels.*: got TritonKernels on rank 1, expected PlainKernels as on"
     with pytest.raises(RuntimeError, match=said):

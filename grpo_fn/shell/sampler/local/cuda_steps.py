@@ -290,7 +290,7 @@ def split_kv_attention(*args: Tensor | float | int | None) -> Float[Tensor, "n H
 def split_kv_unsupported_reason(device: torch.device) -> str | None:
     """Why decoding steps on the device cannot have the kernel; None where they can."""
     if device.type != "cuda":
-        return f"it is for CUDA, and the device is {device.type}"
+        return f"the split-KV kernel is for CUDA, and the device is {device.type}"
     if (capability := torch.cuda.get_device_capability(device)) < ARCHITECTURE:
         return "compute capability {}.{} of the card, expected {}.{}".format(*capability, *ARCHITECTURE)
     return kernel_import_problem()
