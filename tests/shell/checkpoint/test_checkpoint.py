@@ -214,8 +214,10 @@ def test_save_returns_before_anything_is_written_and_what_it_was_given_may_chang
         given["blobs"]["optimizer"]["lr"] = 9
         given["meta"]["metrics"]["eval/accuracy"] = 9
         assert steps(root) == []
+        assert writer.newly_saved() is None
         go.release()
         writer.wait()
+        assert (writer.newly_saved(), writer.newly_saved()) == (1, None)
         assert_state(load(root / "step_1"), 1.0)
 
 
@@ -247,8 +249,10 @@ def test_an_error_of_the_writing_thread_is_raised_by_the_next_call_and_once(root
             writer.save(2, **state(2.0))
         monkeypatch.undo()
         assert list(root.iterdir()) == []
+        assert writer.newly_saved() is None
         writer.save(2, **state(2.0))
     assert steps(root) == [2]
+    assert writer.newly_saved() == 2
 
 
 def fail_after_save(root: Path, step: int) -> None:
