@@ -38,7 +38,6 @@ from grpo_fn.core.environment import Message
 from grpo_fn.core.partials import describe_function
 from grpo_fn.core.problem import COMPLETION, Problem
 from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
-from grpo_fn.shell.logging.console import short_time
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import Demonstration, given_rows
 from grpo_fn.shell.model.logprob_model import dense_scores, predicting_states, scatter_to_rows
@@ -348,8 +347,8 @@ def warm_start(
         )
         done = step + 1
         if done == steps or (done % 100 == 0 and bar.disable):  # the bar is for a terminal, lines are for the others
-            left = short_time((time.perf_counter() - began) / done * (steps - done))
-            report(f"[warm start] step {done}/{steps} loss {learned.objective:.3f}, {left} left")
+            left = (time.perf_counter() - began) / done * (steps - done)
+            report(f"[warm start] step {done}/{steps} loss {learned.objective:.3f}, {left:.0f} s left")
 
 
 def tokenized_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Rollout:
