@@ -110,7 +110,7 @@ def opening_lines(settings: Settings, checked: ValidatedPlan, run_dir: Path, dev
         step, graded = f"{algorithm.prompts} prompts x {completions}", f", rewarded by {', '.join(checked.parts)}"
     seconds = "" if isinstance(algorithm, Stage) else "; the first evaluation tells roughly how long they take"
     if device is None or device.type == "cuda":
-        parts = device_step(settings, checked, settings.parallelism.shape(1, 1))[0]
+        parts = device_step(settings, checked, (1, 1, 1))[0]
         each = sampling_seconds(parts) + training_seconds(parts)
         seconds = f", about {format_number(each, 1)} s each on one H100, {short_time(each * settings.steps)} in all"
     return [

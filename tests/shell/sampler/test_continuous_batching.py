@@ -17,7 +17,7 @@ from families import FAMILIES
 from hypothesis import given, settings
 from test_local_sampler import CHOICES, EOS, KEY, assert_as_alone, completions, problems, sampler
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM, DynamicCache, GptOssConfig, GptOssForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, DynamicCache, GptOssConfig, GptOssForCausalLM, Qwen2Config
 
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.shell.model import blocks
@@ -316,6 +316,8 @@ def test_the_cache_that_grows_and_the_slots_draw_the_same() -> None:
 
 
 class AnyKeyword(nn.Module):
+    config = Qwen2Config()
+
     def forward(self, **given):
         self.given = given
         return SimpleNamespace(logits=torch.zeros(1, 1, 3))

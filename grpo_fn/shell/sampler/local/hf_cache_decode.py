@@ -89,10 +89,10 @@ def batch(
 
 def forward(model: nn.Module, ids: Tensor, attend: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
     """Logits after the last column, `[R, V]`."""
-    model_kwargs = {"position_ids": position, cache_keyword(model): cache}
+    model_kwargs = {"attention_mask": attend.long(), "position_ids": position, cache_keyword(model): cache}
     # Mamba multiplies its states with whatever mask there is; a new token is never padding.
-    if ids.shape[1] > 1 or {*(getattr(model.config, "layer_types", None) or ())} != {"linear_attention"}:
-        model_kwargs["attention_mask"] = attend.long()
+    if ids.shape[1] == 1 and {*(getattr(model.config, "layer_types", None) or ())} == {"linear_attention"}:
+        del model_kwargs["attention_mask"]
     return model(input_ids=ids, **model_kwargs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
