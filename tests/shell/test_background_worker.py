@@ -52,7 +52,7 @@ def run(code: str) -> str:
 
 
 @pytest.mark.slow
-def test_with_one_thread_torch_has_no_team_there() -> None:
+def test_torch_has_no_team_in_a_worker_with_one_thread() -> None:
     """Unlike in a thread as it comes: by how many threads of the operating system a process grows as each computes."""
     starts = (
         "BackgroundWorker('log', timeout=None, torch_threads=1).submit(beside)",

@@ -277,7 +277,7 @@ def test_no_two_savers_ever_write_into_one_folder(root):
     assert all(owner.startswith(f"{os.getpid()}-") for owner in owners)
 
 
-def test_what_a_process_not_quite_dead_would_rename_is_gone_before_it_is_deleted(root, monkeypatch):
+def test_a_folder_that_a_dying_process_would_rename_is_gone_before_it_is_deleted(root, monkeypatch):
     save(root, 1, **state(1.0))
     building = root / ".tmp-step_2-999999999-abc"
     shutil.copytree(root / "step_1", building)

@@ -174,7 +174,7 @@ def save_many(world: World, root: Path) -> None:
         writer.save(5, tensors={"only": torch.ones(world.size)}, blobs={}, meta={})  # another set, shared out anew
 
 
-def test_one_after_another_each_is_its_own_and_those_not_kept_go(tmp_path: Path) -> None:
+def test_saves_one_after_another_are_each_whole_and_those_not_kept_go(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     crew(2).run(save_many, root)
     assert sorted(p.name for p in root.iterdir()) == ["step_3", "step_4", "step_5"]

@@ -100,7 +100,7 @@ def test_a_folder_whose_making_was_cut_short_is_made_again(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_what_a_process_killed_in_the_export_left_is_put_right(folder, there):
+def test_leftovers_of_a_process_killed_in_the_export_are_put_right(folder, there):
     enter(folder)
     for name in (".model-new-1", ".model-old-2", *(["model"] if there else [])):
         (folder / name).mkdir()

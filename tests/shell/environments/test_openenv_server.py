@@ -101,7 +101,7 @@ def test_workers_go_on_from_the_state_and_the_server_ends_what_is_closed(server)
 
 
 @pytest.mark.slow
-def test_what_a_real_server_fails_at_is_a_failure(server):
+def test_an_error_of_a_real_server_is_a_failure(server):
     environment = counting(server)
     state = environment.start(PROBLEM, 5).state
     with pytest.raises(RuntimeError, match=r"it refused step: .*out of order.*EXECUTION_ERROR"):

@@ -65,9 +65,6 @@ def test_the_blocks_are_the_decoders_layers_in_order(name: str) -> None:
     model = lora.attach(family(name), ADAPTERS)
     assert [id(block) for block in blocks(model)] == [id(layer) for layer in model.get_decoder().layers]
     assert len(blocks(nn.ModuleDict({"model": model}))) == 2
-
-
-def test_a_model_without_blocks_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"got Linear without transformer blocks; expected modules of .* names none"):
         blocks(nn.Linear(2, 2))
 
@@ -82,7 +79,7 @@ def test_outputs_gradients_and_noise_of_recomputed_blocks_are_those_of_plain_one
 
 
 @pytest.mark.parametrize("change", [full_checkpointing, compile_block])
-def test_no_name_changes_and_a_copy_is_a_model_of_its_own(change: Change) -> None:
+def test_no_name_changes_and_a_copy_is_another_model(change: Change) -> None:
     plain = family("qwen2_tied")
     model = changed(copy.deepcopy(plain), change)
     assert model.state_dict().keys() == plain.state_dict().keys()
@@ -170,11 +167,6 @@ def test_code_is_built_with_the_threads_of_the_environment_where_vllm_has_set_in
     assert seen == [3]
 
 
-def test_another_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"torch_compile\.mode: got 'max_autotune', expected one of 'default', 'red"):
-        block_changes.check_compile_mode("max_autotune")
-
-
 def test_a_call_with_a_cache_runs_as_written() -> None:
     plain, model = family("mistral"), changed(family("mistral"), compile_block, full_checkpointing)
     before = recompilations()
@@ -207,7 +199,7 @@ def test_hooks_of_fully_shard_stay_outside(changes: tuple[Change, ...]) -> None:
     assert_equal_runs(got, expected, 1e-6 if compile_block in changes else 0.0)
 
 
-def test_what_is_compiled_may_be_compiled_again_more_often_than_torch_lets_it() -> None:
+def test_a_compiled_part_may_be_compiled_again_more_often_than_torch_lets_it() -> None:
     from torch._dynamo import config
 
     with config.patch(recompile_limit=8):

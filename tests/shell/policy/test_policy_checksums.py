@@ -183,7 +183,7 @@ def test_padding_and_micro_batches_change_no_checksum(seed: int, extra: int, cut
 
 
 @given(st.integers(0, 2**32), st.data())
-def test_whatever_changes_is_named_and_nothing_else(seed: int, data: st.DataObject) -> None:
+def test_a_changed_quantity_has_another_checksum_and_no_other_has(seed: int, data: st.DataObject) -> None:
     rollout, reward, adv, old = step(seed)
     b = data.draw(st.integers(0, 5))
     t = data.draw(st.sampled_from(rollout.mask[b].nonzero()[:, 0].tolist()))

@@ -144,7 +144,7 @@ def test_weights_that_do_not_compute_have_no_cast(folder):
     assert [x._unsharded_param.untyped_storage().nbytes() for x in params] == [0] * len(before)
 
 
-def test_on_one_device_a_frozen_copy_lies_whole_in_the_dtype_of_the_computation(folder):
+def test_a_frozen_copy_lies_whole_in_the_dtype_of_the_computation_on_one_device(folder):
     """Nothing is gathered or cast for it, and a pass under it is one under the weights that the policy began with."""
     policy = policy_in(folder, torch.bfloat16, reference=True)
     rollout = rows_as_rollout(groups())

@@ -181,7 +181,7 @@ def test_complaints_name_each_kind_of_loss_once_and_are_bounded():
     ],
     ids=["lines", "length", "unprintable", "NaN"],
 )
-def test_whatever_is_raised_becomes_one_short_line(patient, fn, text, reason):
+def test_any_exception_becomes_a_single_short_line(patient, fn, text, reason):
     (got,) = reasons(patient.judge(fn, *asked(text)))
     assert got.removeprefix("pool_rewards.").startswith(reason)
     assert len(got) <= 200

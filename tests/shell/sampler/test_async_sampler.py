@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from random import Random
 from typing import Any, NamedTuple
@@ -18,12 +19,13 @@ from fakes import WORDS, TablePolicy, problem
 from hypothesis import given
 
 from grpo_fn.core import prng
-from grpo_fn.core.problem import Problem
+from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout
+from grpo_fn.rewards.combine import score_serially
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.sampler import interface
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
-from grpo_fn.shell.sampler.interface import DataParallelSampler
+from grpo_fn.shell.sampler.interface import DataParallelSampler, rank_share, spread_score
 from grpo_fn.shell.world import Elsewhere, World, alone
 
 pytestmark = pytest.mark.xdist_group("ahead")
@@ -354,10 +356,8 @@ def failing_at(uid: int, errors: list[BaseException]) -> Callable[[int], None]:
 
 
 def faulty(world: World, error: BaseException, max_staleness: int, use: str) -> Any:
-    """Problem 7 is the last rank's; 6 and 7 are that of the only one."""
-    made = loaded(
-        Engine(meet=failing_at(8 - world.size if world.size == 1 else 7, [error])), max_staleness, world=world
-    )
+    """Problem 7 is the last rank's."""
+    made = loaded(Engine(meet=failing_at(7, [error])), max_staleness, world=world)
     for number, first in enumerate([0, 2, 4], start=1):
         made.sample(stream(first, 2), 2, key=KEY)
         made.load(Weights(number))
@@ -365,15 +365,11 @@ def faulty(world: World, error: BaseException, max_staleness: int, use: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("size", "max_staleness", "use", "error"),
-    [
-        (2, 1, "sample", Broken("no server answers")),
-        (2, 3, "drain", TimeoutError("its own")),
-        (2, 2, "sample", SystemExit(3)),
-    ],
+    ("max_staleness", "use", "error"),
+    [(1, "sample", Broken("no server answers")), (3, "drain", TimeoutError("its own")), (2, "sample", SystemExit(3))],
 )
-def test_an_error_in_a_thread_is_raised_at_use_on_every_rank(size, max_staleness, use, error):
-    other, own = ranks(size, faulty, error, max_staleness, use)
+def test_an_error_in_a_thread_is_raised_at_use_on_every_rank(max_staleness, use, error):
+    other, own = ranks(2, faulty, error, max_staleness, use)
     if isinstance(error, SystemExit):
         assert type(own) is RuntimeError
         assert str(own) == "sampling problems 6 to 7, 2 completions each ended by SystemExit: 3"
@@ -394,11 +390,8 @@ def test_a_failed_batch_can_be_requested_again():
 def hanging(world: World, event: threading.Event, use: str) -> None:
     meet = held_from(event, 2 if world.rank == world.size - 1 else 99, threading.Semaphore(0))
     made = loaded(Engine(meet=meet), 1, batches=1, world=world, deadline=0.2)
-    {
-        "sample": lambda: made.sample(stream(2, 2), 2, key=KEY),
-        "load": lambda: made.load(Weights(1)),
-        "drain": made.drain,
-    }[use]()
+    uses = {"sample": partial(made.sample, stream(2, 2), 2, key=KEY), "load": partial(made.load, Weights(1))}
+    uses.get(use, made.drain)()
 
 
 @pytest.mark.parametrize(("size", "use"), [(1, "sample"), (2, "load"), (2, "drain")])
@@ -486,8 +479,7 @@ TWO = Rank(0, 2, [None] * 2, threading.Barrier(2))
     [
         (Engine(), {"max_staleness": -1}, "max_staleness: got -1, expected 0 or a positive integer"),
         (Engine(overlaps=False), {}, "max_staleness: got 1 with Engine, .* expected 0"),
-        (Engine(), {"deadline": 0.0}, r"deadline: got 0\.0 s, expected more than 0"),
-        (Engine(), {"deadline": float("nan")}, "deadline: got nan s, expected more than 0"),
+        *((Engine(), {"deadline": bad}, f"deadline: got {bad} s, expected more than 0") for bad in (0.0, float("nan"))),
         (Engine(), {"deadline": 1e12}, r"deadline: got 1000000000000\.0 s, expected more than 0"),
         (Engine(), {"world": TWO, "deadline": TWO.deadline}, "less than the 40 s that ranks wait for one another"),
     ],
@@ -495,3 +487,60 @@ TWO = Rank(0, 2, [None] * 2, threading.Barrier(2))
 def test_a_knob_that_could_not_mean_anything_is_refused(engine, knobs, said):
     with pytest.raises(ValueError, match=said):
         sampler(engine, **{"max_staleness": 1, **knobs})
+
+
+# -- sampling and scoring shared among ranks
+
+
+few = st.integers(1, 4)
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_shares_are_all_items_in_order_and_as_even_as_can_be(items, size):
+    shares = [range(items)[rank_share(items, rank, size)] for rank in range(size)]
+    assert [i for part in shares for i in part] == list(range(items))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def sampled_on(world: World, engine_ranks: int, problems: int, group_size: int) -> tuple[Rollout, list[Any]]:
+    engine = Engine(ranks=engine_ranks)
+    made = DataParallelSampler(engine, world)
+    made.load(Weights(1))
+    return made.sample(stream(3, problems), group_size, key=KEY), engine.log
+
+
+@given(few, st.booleans(), st.integers(1, 6), st.integers(1, 3))
+def test_every_row_is_sampled_by_one_engine_and_known_to_all_ranks(size, shared, problems, group_size):
+    """Also if there are fewer problems than ranks, and if all ranks have one engine together."""
+    engine_ranks = size if shared else 1
+    right, logs = drawn(1, 1, stream(3, problems), group_size, KEY), []
+    for rollout, log in sound(ranks(size, sampled_on, engine_ranks, problems, group_size)):
+        same_rollout(rollout, right)
+        logs.append(log)
+    assert [uid for log in logs[::engine_ranks] for part in log for uid in part] == list(range(3, 3 + problems))
+
+
+def letters(problem: Problem, completion: Completion) -> float | None:
+    """The share of letters among the characters; what begins with a digit cannot be scored."""
+    text = completion.text
+    return None if text[:1].isdigit() else sum(c.isalpha() for c in text) / max(1, len(text))
+
+
+def scored(world: World, n: int) -> tuple[list[float | None], int]:
+    """Scores of n rows, and how many of them this rank scored."""
+    mine = []
+
+    def score(fn: Any, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
+        mine.extend(problems)
+        return score_serially(fn, problems, completions)
+
+    rows = [Completion("1" * (i % 3 == 0) + "ab." * i, i, False) for i in range(n)]
+    return spread_score(score, world)(letters, stream(0, n), rows), len(mine)
+
+
+@given(few, st.integers(0, 9))
+def test_every_row_is_scored_once_and_known_to_all(size, n):
+    found = sound(ranks(size, scored, n))
+    ((right, _),) = sound(ranks(1, scored, n))
+    assert [scores for scores, _ in found] == [right] * size
+    assert sum(count for _, count in found) == n

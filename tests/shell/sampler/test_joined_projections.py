@@ -50,7 +50,7 @@ def several_heads(vocabulary: int) -> nn.Module:
     dtype=st.sampled_from([*ROUNDING]),
     seed=st.integers(0, 2**31),
 )
-def test_one_product_is_each_product(width, sizes, rows, bias, dtype, seed) -> None:
+def test_a_joined_product_is_each_projections_product(width, sizes, rows, bias, dtype, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     layers = [nn.Linear(width, size, bias=bias, dtype=dtype) for size in sizes]
     for layer in layers:

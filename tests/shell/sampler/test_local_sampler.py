@@ -11,7 +11,9 @@ import torch
 from fakes import MODELS, VOCABULARY, problem, qwen2_tied, tokenizer
 from hypothesis import assume, given, settings
 from policies import local
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
@@ -21,6 +23,7 @@ from grpo_fn.core.types import Batch, Rollout, Scores
 from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.optimizer import adamw
+from grpo_fn.shell.sampler.local.decode_step import Stops
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, TokenSampler
 
 EOS = VOCABULARY - 1
@@ -109,16 +112,18 @@ def test_every_row_is_the_plain_loops(name, texts, choice, group_size, max_rows,
 @given(texts=prompts, group_size=st.integers(1, 3), temperature=st.sampled_from([0.4, 1.0]))
 def test_logp_sampled_is_the_policys_logp(name, temperature, texts, group_size):
     s = sampler(name=name, token_sampler=partial(categorical, temperature=temperature))
-    rollout = s.sample(problems(texts), group_size, key=KEY)
+    rollout, scoring = s.sample(problems(texts), group_size, key=KEY), policy(s.model, temperature)
     assert rollout.logp_sampled.dtype == torch.float32
-    gap = policy(s.model, temperature).logp(rollout) - rollout.logp_sampled
+    gap = scoring.logp(rollout) - rollout.logp_sampled
     assert float(gap[rollout.mask].abs().max()) < 1e-4
+    assert scoring.logprob_model.packs
 
 
 def policy(module: nn.Module, temperature: float, lr: float = 0.1) -> FSDPPolicy:
+    """The policy of the same module, which reads rows end to end."""
     optimizer = partial(adamw, lr=lr, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
     knobs = {"micro_tokens": 60, "min_micro_batches": 1, "max_grad_norm": 1.0, "logits_chunk_elements": 10**4}
-    return local(module, temperature=temperature, optimizer=optimizer, **knobs)
+    return local(module, temperature=temperature, optimizer=optimizer, packed=True, **knobs)
 
 
 def test_sampling_neither_reads_nor_moves_the_global_generator():
@@ -141,20 +146,18 @@ def test_rows_read_prompt_completion_padding(texts, group_size):
     rollout = s.sample(problems(texts), group_size, key=KEY)
     check_rollout(rollout)
     assert rollout.tokens.shape[0] == len(texts) * group_size
-    ends = set(s.model.generation_config.eos_token_id)
-    longest = 0
+    ends, longest = set(s.model.generation_config.eos_token_id), 0
     for b, (row, mask) in enumerate(zip(rollout.tokens.tolist(), rollout.mask.tolist(), strict=True)):
         ids = encode_prompt(tokenizer(), texts[b // group_size])
-        n = sum(mask)
-        longest = max(longest, len(ids) + n)
-        assert row[: len(ids)] == ids
-        assert mask == [len(ids) <= t < len(ids) + n for t in range(len(row))]
-        assert set(row[len(ids) + n :]) <= {EOS}
-        completion = row[len(ids) : len(ids) + n]
-        assert not ends & set(completion[:-1])
-        assert bool(rollout.truncated[b]) is (completion[-1] not in ends)
-        assert n == s.max_new_tokens or not rollout.truncated[b]
-        assert rollout.text[b] == tokenizer().decode(completion, skip_special_tokens=True)
+        start, end = len(ids), len(ids) + sum(mask)
+        longest = max(longest, end)
+        assert row[:start] == ids
+        assert mask == [start <= t < end for t in range(len(row))]
+        assert set(row[end:]) <= {EOS}
+        assert not ends & set(row[start : end - 1])
+        assert bool(rollout.truncated[b]) is (row[end - 1] not in ends)
+        assert sum(mask) == s.max_new_tokens or not rollout.truncated[b]
+        assert rollout.text[b] == tokenizer().decode(row[start:end], skip_special_tokens=True)
         assert (rollout.logp_sampled[b][~rollout.mask[b]] == 0).all()
     assert rollout.tokens.shape[1] == longest
 
@@ -178,16 +181,13 @@ def scripted(tokens: list[int], **knobs) -> Rollout:
     return s.sample(problems(["Tom has"]), 1, key=KEY)
 
 
-def test_eos_is_part_of_the_completion_but_not_of_the_text():
-    rollout = scripted([65, 66, EOS, 67])
-    assert completions(rollout) == [[65, 66, EOS]]
-    assert not rollout.truncated.any()
-    assert rollout.text == (tokenizer().decode([65, 66]),)
-
-
-@pytest.mark.parametrize(("limit", "truncated"), [(2, True), (3, False)])
-def test_an_eos_on_the_last_token_counts_as_an_end(limit, truncated):
-    assert scripted([65, 66, EOS], max_new_tokens=limit).truncated.tolist() == [truncated]
+def test_eos_is_part_of_the_completion_but_not_of_the_text_and_an_end_on_the_last_token_too():
+    for limit in (3, 4):
+        rollout = scripted([65, 66, EOS, 67], max_new_tokens=limit)
+        assert completions(rollout) == [[65, 66, EOS]]
+        assert not rollout.truncated.any()
+        assert rollout.text == (tokenizer().decode([65, 66]),)
+    assert scripted([65, 66, EOS], max_new_tokens=2).truncated.all()
 
 
 @pytest.mark.parametrize(("named", "last"), [([3, 8], EOS), ([3, 8], 3), ([3, 8], 8), (None, EOS), (3, EOS)])
@@ -253,14 +253,13 @@ def watched(s: LocalSampler, asked: list, group_size: int) -> tuple[Rollout, lis
 def test_two_threads_may_ask_at_once():
     """An evaluation does, while the next batch is sampled beside the training."""
     drawing, asked = sampler(max_new_tokens=20), problems(["a 7", "T", "7 7 a"])
-    kinds = [drawing, replace(drawing, token_sampler=greedy)]
-    expected = [s.sample(asked, 4, key=KEY) for s in kinds]
+    kinds = [drawing, replace(drawing, token_sampler=greedy)] * 3
+    expected = [s.sample(asked, 4, key=KEY) for s in kinds[:2]] * 3
     with ThreadPoolExecutor(2) as pool:
-        for _ in range(5):
-            found = list(pool.map(lambda s: s.sample(asked, 4, key=KEY), kinds))
-            for got, right in zip(found, expected, strict=True):
-                assert torch.equal(got.tokens, right.tokens)
-                assert torch.equal(got.logp_sampled, right.logp_sampled)
+        found = list(pool.map(lambda s: s.sample(asked, 4, key=KEY), kinds))
+    for got, right in zip(found, expected, strict=True):
+        assert torch.equal(got.tokens, right.tokens)
+        assert torch.equal(got.logp_sampled, right.logp_sampled)
 
 
 def test_an_update_of_the_policy_changes_the_samples_without_a_load():
@@ -287,23 +286,18 @@ def test_an_update_of_the_policy_changes_the_samples_without_a_load():
 @given(prompts, st.integers(1, 3), st.integers(10, 20), st.integers(1, 4))
 def test_no_row_is_longer_than_the_total_and_one_that_it_cuts_is_truncated(texts, group_size, total, max_rows):
     """A row is the one without the bound, cut where it meets it."""
-    reported: list[tuple[int, bool]] = []
-    asked = problems(texts)
-    assume(max(len(encode_prompt(tokenizer(), text)) for text in texts) < total)
+    lengths, reported, asked = [len(encode_prompt(tokenizer(), text)) for text in texts], [], problems(texts)
+    assume(max(lengths) < total)
 
     def on_completions(_: Sequence[Problem], completions: Sequence[Completion]) -> None:
         reported.extend((completion.length, completion.truncated) for completion in completions)
 
     bounded = sampler(max_rows=max_rows, max_total_tokens=total, on_completions=on_completions)
-    whole = sampler().sample(asked, group_size, key=KEY)
-    rollout = bounded.sample(asked, group_size, key=KEY)
-    cut = 0
+    whole, rollout = (s.sample(asked, group_size, key=KEY) for s in (sampler(), bounded))
     for b, (tokens, free) in enumerate(zip(completions(rollout), completions(whole), strict=True)):
-        space = total - len(encode_prompt(tokenizer(), texts[b // group_size]))
+        space = total - lengths[b // group_size]
         assert tokens == free[:space]
         assert bool(rollout.truncated[b]) == (len(free) > space or bool(whole.truncated[b]))
-        cut += len(free) > space
-    assert int(rollout.truncated.sum()) >= cut
     drawn, truncated = rollout.mask.sum(-1).tolist(), rollout.truncated.tolist()
     assert sorted(reported) == sorted(zip(drawn, truncated, strict=True))
 
@@ -326,8 +320,7 @@ def test_a_prompt_that_leaves_no_space_for_a_completion_names_its_problem(knobs,
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens: got 0, expected at least 1"),
-        ({"max_rows": 0}, "max_rows: got 0, expected at least 1"),
+        *(({name: 0}, f"{name}: got 0, expected at least 1") for name in ("max_new_tokens", "max_rows")),
         ({"stop": "END"}, "stop: got 'END', expected a tuple"),
         ({"stop": ("END", "")}, "expected a tuple of strings that are not empty"),
     ],
@@ -335,3 +328,95 @@ def test_a_prompt_that_leaves_no_space_for_a_completion_names_its_problem(knobs,
 def test_knobs_that_could_not_mean_anything_are_refused(knobs: dict, message: str):
     with pytest.raises(ValueError, match=message):
         sampler(**knobs)
+
+
+# -- where a token may complete a stop string
+
+
+COSTLY = settings(max_examples=max(10, settings.default.max_examples // 3))
+letters = "ab \né…"
+
+
+def pieced(words: tuple[str, ...]) -> PreTrainedTokenizerBase:
+    """Of the SentencePiece kind: words with their space in front, and every byte; the first space is dropped."""
+    pieces = [*(f"<0x{b:02X}>" for b in range(256)), *dict.fromkeys(w.replace(" ", "▁") for w in words)]
+    made = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<0x00>"))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False)
+
+
+@lru_cache(maxsize=1)
+def bytewise() -> PreTrainedTokenizerBase:
+    return tokenizer()
+
+
+def everywhere(known: PreTrainedTokenizerBase, tokens: list[int], stop: tuple[str, ...]) -> int:
+    """The first token after which a stop string is in the row's text, decoded whole after every token; 0: none."""
+    for end in range(1, len(tokens) + 1):
+        text = known.decode(tokens[:end], skip_special_tokens=True)
+        if any(s in text for s in stop):
+            return end
+    return 0
+
+
+def check(known: PreTrainedTokenizerBase, size: int, tokens: list[int], stop: tuple[str, ...], step: int) -> None:
+    stops = Stops(known, stop, size)
+    expected, found = everywhere(known, tokens, stop), 0
+    for begin in range(0, len(tokens), step):  # as many at once as are drawn between two looks
+        seen = tokens[: begin + step]
+        (found,) = stops.stop_lengths([seen], [len(seen) - begin])
+        if found:
+            break
+    assert found == expected
+
+
+strings = st.lists(st.text(letters, min_size=1, max_size=3), min_size=1, max_size=3, unique=True).map(tuple)
+
+
+@COSTLY
+@given(st.data(), strings, st.integers(1, 5))
+def test_stop_strings_spelt_by_bytes_and_words_end_a_row_where_looking_everywhere_finds_them(
+    data: st.DataObject, stop: tuple[str, ...], step: int
+) -> None:
+    spelt = bytewise()(data.draw(st.text(letters + "Tom has", max_size=12)))["input_ids"]
+    noise = data.draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=8))
+    check(bytewise(), VOCABULARY, data.draw(st.permutations(spelt + noise)), stop, step)
+
+
+@COSTLY
+@given(
+    st.lists(st.text(letters, min_size=1, max_size=4), min_size=1, max_size=6).map(tuple),
+    strings,
+    st.lists(st.integers(0, 10**6), min_size=1, max_size=14),
+    st.integers(1, 5),
+)
+def test_stop_strings_spelt_by_pieces_end_a_row_where_looking_everywhere_finds_them(
+    words: tuple[str, ...], stop: tuple[str, ...], drawn: list[int], step: int
+) -> None:
+    known = pieced(words)
+    high, spelt = len(known), "".join(words + stop)
+    # Half of the pieces are words, half characters that the texts are made of, spelt by their bytes.
+    pieces = [[256 + n % (high - 256)] if n % 2 else spelt[n // 2 % len(spelt)].encode() for n in drawn]
+    check(known, high + 3, [token for piece in pieces for token in piece], stop, step)
+
+
+def test_a_character_spelt_by_bytes_behind_another_one_is_a_stop_string() -> None:
+    assert Stops(pieced(("a",)), ("é",), 300).stop_lengths([[*"…é".encode(), 256]], [6]) == [5]
+
+
+def test_most_tokens_are_not_suspect() -> None:
+    suspect = Stops(bytewise(), ("}",), VOCABULARY).suspect
+    texts = [bytewise().decode([i]) for i in range(VOCABULARY)]
+    assert all(bool(suspect[i]) is ("}" in text or "\N{REPLACEMENT CHARACTER}" in text) for i, text in enumerate(texts))
+    assert not suspect[bytewise()("apples")["input_ids"]].any()
+
+
+def test_tokens_that_the_tokenizer_does_not_know_are_suspect_and_all_are_if_spaces_are_tidied() -> None:
+    for size in (VOCABULARY - 5, VOCABULARY + 5):
+        suspect = Stops(bytewise(), ("}",), size).suspect
+        assert len(suspect) == size
+        assert suspect[VOCABULARY:].all()
+    known = pieced((" a", " ."))
+    known.clean_up_tokenization_spaces = True
+    assert Stops(known, ("a.",), len(known)).suspect.all()

@@ -61,18 +61,13 @@ def test_one_weight_left_behind_is_noticed(name, place, by):
         asked(DataParallelSampler(sampler(stale), alone(CPU)), local(fresh))
 
 
-def test_another_temperature_is_noticed():
-    same = model()
-    with pytest.raises(Mismatch, match="another temperature"):
-        asked(DataParallelSampler(sampler(same, temperature=1.0), alone(CPU)), local(same, temperature=0.7))
-
-
-def test_log_probs_that_are_no_numbers_are_noticed():
-    broken = model()
+def test_another_temperature_is_noticed_and_log_probs_that_are_no_numbers_are():
+    same, broken = model(), model()
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(Mismatch, match="nan nats"):
-        asked(DataParallelSampler(sampler(broken), alone(CPU)), local(model()))
+    for drawing, match in ((sampler(same, temperature=1.0), "another temperature"), (sampler(broken), "nan nats")):
+        with pytest.raises(Mismatch, match=match):
+            asked(DataParallelSampler(drawing, alone(CPU)), local(same, temperature=0.7))
 
 
 @given(positions=st.none() | st.integers(24, 300))
@@ -117,15 +112,15 @@ def draws_of_the_first(kept: int, logits: Tensor, u: Tensor) -> tuple[Tensor, Te
 
 
 def test_tokens_that_are_never_drawn_are_noticed():
-    same = model()
-    cutting = replace(sampler(same), token_sampler=partial(draws_of_the_first, 20))
+    same, asking = model(), {"key": KEY, "max_positions": POSITIONS, "dtype": torch.float32}
+    cut, whole = (
+        DataParallelSampler(replace(sampler(same), token_sampler=partial(draws_of_the_first, n)), alone(CPU))
+        for n in (20, VOCABULARY)
+    )
     with pytest.raises(Mismatch, match=r"engine 0 of 1: got draws .* expected at least 1e-09: it leaves tokens out"):
-        asked(DataParallelSampler(cutting, alone(CPU)), local(same))
-    asking = {"key": KEY, "max_positions": POSITIONS, "dtype": torch.float32}
-    silent = PROBE.compare_log_probs(DataParallelSampler(cutting, alone(CPU)), local(same), **asking)
-    assert silent["engine/probe_gap_max"] < 1e-4
-    whole = replace(sampler(same), token_sampler=partial(draws_of_the_first, VOCABULARY))
-    assert asked(DataParallelSampler(whole, alone(CPU)), local(same))["engine/probe_draws_p_value"] > 1e-9
+        asked(cut, local(same))
+    assert PROBE.compare_log_probs(cut, local(same), **asking)["engine/probe_gap_max"] < 1e-4
+    assert asked(whole, local(same))["engine/probe_draws_p_value"] > 1e-9
 
 
 @pytest.mark.parametrize("odd", [{"max_gap": 0.0}, {"max_gap": float("nan")}])

@@ -222,7 +222,7 @@ def test_a_request_that_is_refused_and_a_reader_that_stops_end_the_whole_call(pu
     assert servers.figures()["engine/servers_lost"] == 0
 
 
-def test_with_no_server_left_it_stops_and_names_all_of_them_and_what_waited(pushed):
+def test_a_call_without_any_server_left_stops_and_names_all_of_them_and_what_waited(pushed):
     *stubs, servers = pushed
     servers._router.deadline = 0.5
     for stub in stubs:
@@ -401,7 +401,7 @@ class Pair(World):
         return found
 
 
-def test_one_rank_sends_and_all_go_through_the_weights_and_draw(folder):
+def test_only_the_main_rank_sends_weights_and_every_rank_goes_through_them_and_draws(folder):
     stubs, shared = [Stub(), Stub()], queue.Queue()
     ranks = [engine(stubs, folder, world=Pair(rank, shared)) for rank in range(2)]
     for version in range(2):
@@ -437,7 +437,7 @@ MOVES = st.lists(
 
 @given(moves=MOVES)
 @settings(max_examples=15)
-def test_whatever_happens_to_servers_every_answer_is_of_the_newest_weights(moves, folder):
+def test_every_answer_is_of_the_newest_weights_whatever_happens_to_servers(moves, folder):
     stubs, version = [Stub(), Stub()], 0
     servers = engine(stubs, folder)
     servers.push_weights(weights(0), version=0)
