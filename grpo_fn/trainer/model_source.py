@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from grpo_fn.config import freeze, load_config
 from grpo_fn.shell.atomic_io import check_space
@@ -174,7 +174,8 @@ def export_whole(located: LocatedModel, out: Path) -> None:
     model.generation_config = hf.generation_config(folder, config)
     weights: Mapping[str, Tensor] = store.read_tensors(located.checkpoint, WEIGHTS)
     if (how := adapters(located.checkpoint)) is not None:
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").requires_grad_(False)  # dtype of its files
+        dtype = config.dtype or torch.float32  # of its files
+        base = hf.load_model(folder, dtype=dtype, device=torch.device("cpu"), attention="eager").requires_grad_(False)
         weights = dict(lora.merge_adapters(with_adapters(weights_of(base), weights), how))
     check_space(out, sum(x.nbytes for x in weights.values()) + 2**20)
     hf.export_model_folder(model, weights, hf.load_tokenizer(folder), out)

@@ -5,7 +5,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -24,6 +25,15 @@ from transformers import (
     GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
 )
 
 from grpo_fn.core.problem import Conversation
@@ -61,11 +71,10 @@ class Pretrained:
             ) from error
 
     def folder(self) -> str:
-        """The name itself, once it is known to hold weights and a tokenizer."""
+        """The name itself, once its files are known to hold weights: by their headers, of a folder on disk."""
         self._check()
-        path = Path(self.name)
-        if path.is_dir() and not [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]:
-            raise ValueError(f"got model folder {self.name} without weights (*.safetensors); it holds {_listing(path)}")
+        if Path(self.name).is_dir():
+            entries(Path(self.name))
         return self.name
 
     def _check(self) -> None:
@@ -125,9 +134,16 @@ def find_dtype(name: str) -> torch.dtype:
 
 
 def load_model(folder: str, *, dtype: torch.dtype, device: torch.device, attention: str) -> nn.Module:
-    """The model in evaluation mode (no dropout anywhere: log-probs must be a function of the weights)."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
-    return model.to(device).eval()
+    """The whole model in evaluation mode (no dropout anywhere: log-probs must be a function of the weights).
+
+    Raises ValueError as `meta_causal_lm` and `load_shards` do.
+    """
+    files = folder_of(folder)
+    config = AutoConfig.from_pretrained(files)
+    model = meta_causal_lm(config, attention=attention, dtype=dtype)
+    model.generation_config = generation_config(folder, config)
+    load_shards(model, files, device=device)
+    return model
 
 
 def empty_model(config: PretrainedConfig) -> nn.Module:
@@ -273,8 +289,11 @@ def parameter_count(model: nn.Module) -> int:
 # -- weights from a folder into a module, shard by shard: no rank ever holds the whole model
 #
 # `meta_causal_lm` builds the shape, `fully_shard` may divide it, `load_shards` gives every parameter storage and reads
-# this rank's part. Not torch's HuggingFaceStorageReader: it reads every file beside those of the index, and takes
-# tensors that are left over or quantised without a word.
+# this rank's part. Names and layouts of files are those that transformers converts from: experts that files hold one by
+# one are one tensor in the model. Not its own loader: it takes what is missing, left over or of another shape with a
+# warning, and divides before it converts, which is another tensor where a conversion works along the first dimension.
+# Not torch's HuggingFaceStorageReader: it reads every file beside those of the index, and takes tensors that are left
+# over or quantised without a word.
 
 WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 UNWANTED = ["*/*", "consolidated*"]  # the same weights in other formats
@@ -300,23 +319,31 @@ def folder_of(name: str) -> Path:
 def meta_causal_lm(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> nn.Module:
     """The causal language model in evaluation mode, parameters on the meta device, buffers real and right.
 
-    Raises ValueError when there is a buffer that stands in no file and that the model does not compute by itself.
+    What the model keeps in float32 whatever else is computed in (routers, in some families) is in float32.
+
+    Raises ValueError when there is a buffer that stands in no file and that the model does not compute by itself, and
+    for a model whose files are quantised.
     """
+    if (quantised := getattr(config.get_text_config(), "quantization_config", None)) is not None:
+        kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        raise ValueError(f"got a model whose weights are quantised ({kind}), expected weights of floating point")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    # Rotary frequencies and the like are computed by _init_weights, on which from_pretrained, too, relies for them.
-    # Parameters stay on meta, where initialising does nothing.
-    for module in model.modules():
-        if own := dict(module.named_buffers(recurse=False)):
-            for name, buffer in own.items():
-                setattr(module, name, _unset(buffer))
-            model._init_weights(module)
-    in_files = model.state_dict().keys()
+    for name, buffer in list(model.named_buffers()):
+        _hang(model, name, _unset(buffer))
+    # Rotary frequencies and the like are computed as from_pretrained has them computed. Parameters stay on meta, where
+    # initialising does nothing.
+    model.initialize_weights()
+    in_files = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         if name not in in_files and buffer.numel() and torch.equal(buffer, _unset(buffer)):
             raise ValueError(
                 f"got buffer {name}, which is in no file and which {type(model).__name__} does not compute"
             )
+    for pattern, kept in model._get_dtype_plan(dtype).items():
+        for name, tensor in in_files.items():
+            if re.search(pattern.replace("*", ".*"), name):
+                tensor.data = tensor.data.to(kept)
     return model.eval()
 
 
@@ -337,17 +364,15 @@ def load_shards(model: nn.Module, folder: Path, *, device: torch.device) -> None
     Raises ValueError, nothing allocated, for a folder without safetensors, for truncated files, and for tensors that
     are missing, left over, of another shape or quantised; and for tied tensors that differ, once they are read.
     """
-    stored = entries(folder)
-    places = _places(model)
-    _check(model, places, stored, folder)
+    sources, places = check_weights(model, folder)
     for name, buffer in list(model.named_buffers()):
         _hang(model, name, buffer.to(device))
     for names in places:
-        first, *others = [name for name in names.values() if name in stored]
-        set_tensor(model, list(names), partial(_read, stored, first), device=device)
+        first, *others = [name for name in names.values() if name in sources]
+        set_tensor(model, list(names), partial(sources[first].read, first), device=device)
         own = part(attrgetter(next(iter(names)))(model))
         for other in others:
-            if not torch.equal(_read(stored, first, own), _read(stored, other, own)):
+            if not torch.equal(sources[first].read(first, own), sources[other].read(other, own)):
                 raise ValueError(f"got {first} and {other} with different values in {folder}, expected them tied")
 
 
@@ -360,10 +385,13 @@ def set_tensor(
     """
     old = attrgetter(names[0])(module)
     meta = old.device.type == "meta"
-    new = torch.empty_like(old, device=device) if meta else old.detach()
-    local = local_part(new)
-    if local.numel():
-        local.copy_(read(part(old)))
+    if meta and not isinstance(old, DTensor):
+        new = read(part(old)).to(device, old.dtype)  # of a file on this device it is the mapped file, not a copy
+    else:
+        new = torch.empty_like(old, device=device) if meta else old.detach()
+        local = local_part(new)
+        if local.numel():
+            local.copy_(read(part(old)))
     if not meta:
         return
     parameter = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
@@ -420,24 +448,131 @@ def _places(model: nn.Module) -> list[Place]:
     return list(places.values())
 
 
-def _check(model: nn.Module, places: list[Place], stored: Mapping[str, "Entry"], folder: Path) -> None:
-    known = {name for place in places for name in place.values()}
-    # What files may hold besides, by the models' own word; and frequencies, which old files kept for every layer.
-    named = {p for m in model.modules() for p in getattr(m, "_keys_to_ignore_on_load_unexpected", None) or ()}
-    ignored = [re.compile(pattern) for pattern in (r"rotary_emb\.inv_freq$", *named)]
-    extra = [name for name in stored if name not in known and not any(p.search(name) for p in ignored)]
-    missing = [next(iter(place.values())) for place in places if not stored.keys() & set(place.values())]
+def check_weights(model: nn.Module, folder: Path) -> tuple[dict[str, "Source"], list[Place]]:
+    """What each tensor of the model is read from, and its names; from the files' headers alone.
+
+    Raises ValueError as `load_shards` does.
+    """
+    stored = entries(folder)
+    places = _places(model)
+    sources, extra = _sources(model, stored, {name for place in places for name in place.values()})
+    missing = [next(iter(place.values())) for place in places if not sources.keys() & set(place.values())]
     if missing or extra:
         odd = [f"{what} {_few(names)}" for what, names in (("without", missing), ("with", extra)) if names]
         raise ValueError(f"got weights {' and '.join(odd)} in {folder}, expected those of {type(model).__name__} alone")
     for place in places:
         tensor = attrgetter(next(iter(place)))(model)
-        for name in [name for name in place.values() if name in stored]:
-            file, dtype, shape = stored[name]
-            if shape != tuple(tensor.shape):
-                raise ValueError(f"got {name} of shape {shape} in {file}, expected {tuple(tensor.shape)}")
-            if tensor.is_floating_point() and dtype not in FLOATS:
-                raise ValueError(f"got {name} as {dtype} in {file}, expected one of {', '.join(FLOATS)}")
+        for name in [name for name in place.values() if name in sources]:
+            source = sources[name]
+            if source.shapes[name] != tuple(tensor.shape):
+                raise ValueError(
+                    f"got {name} of shape {source.shapes[name]} in {source.file}, expected {tuple(tensor.shape)}"
+                )
+            if not tensor.is_floating_point():
+                continue
+            for entry in source.entries.values():
+                if entry.dtype not in FLOATS:
+                    raise ValueError(
+                        f"got {name} as {entry.dtype} in {entry.file}, expected one of {', '.join(FLOATS)}"
+                    )
+    return sources, places
+
+
+def _sources(model: nn.Module, stored: Mapping[str, "Entry"], known: set[str]) -> tuple[dict[str, "Source"], list[str]]:
+    """By name in the model what each tensor is read from; and the names in the files that belong to none.
+
+    Names are converted as transformers' `convert_and_load_state_dict_in_model` does it.
+    """
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = dict.fromkeys(known, True)  # rename_source_key looks up what is not None
+    # What files may hold besides, by the models' own word; and frequencies and positions, which old files kept.
+    named = {p for m in model.modules() for p in getattr(m, "_keys_to_ignore_on_load_unexpected", None) or ()}
+    ignored = [re.compile(pattern) for pattern in (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *named)]
+    found: dict[str, Source] = {}
+    extra: list[str] = []
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in known and key in known:
+            name, pattern = key, None
+        if name not in known:
+            if not any(p.search(text) for p in ignored for text in (key, name)):
+                extra.append(key)
+            continue
+        converter = None if pattern is None else by_pattern[pattern]
+        source = found.setdefault(name, Source(model, name, converter))
+        if pattern is None and source.entries:  # two names for one tensor: neither is the model's alone
+            extra.append(key)
+            continue
+        source.add(pattern or key, key, stored[key])
+    sources: dict[str, Source] = {}
+    for source in found.values():
+        source.shapes = source.converted_shapes()
+        sources.update(dict.fromkeys(source.shapes.keys() & known, source))
+    return sources, extra
+
+
+@dataclass
+class Source:
+    """The tensors in files that one tensor of the model is made of, or several are, and how."""
+
+    model: nn.Module
+    first: str  # name in the model: of the one tensor, or the first of several
+    converter: WeightConverter | None  # None where it is stored as it is
+    names: dict[str, list[str]] = field(default_factory=dict)  # by the converter's pattern, in the order of experts
+    entries: dict[str, "Entry"] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of all that is made, by name in the model
+
+    @property
+    def file(self) -> Path:
+        """A file that it stands in."""
+        return next(iter(self.entries.values())).file
+
+    def add(self, pattern: str, name: str, entry: "Entry") -> None:
+        """One more tensor in a file."""
+        self.names.setdefault(pattern, []).append(name)
+        self.entries[name] = entry
+
+    def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is made of these of its tensors."""
+        converter = deepcopy(self.converter)
+        for pattern, names in self.names.items():
+            for name in names:
+                if name in tensors:
+                    converter.add_tensor(self.first, name, pattern, tensors[name])
+        made = converter.convert(self.first, model=self.model, config=self.model.config)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+    def converted_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what is made, nothing read. Raises ValueError for tensors that do not fit together."""
+        if self.converter is None:
+            return {self.first: next(iter(self.entries.values())).shape}
+        try:
+            made = self.convert({name: torch.empty(x.shape, device="meta") for name, x in self.entries.items()})
+        except (ValueError, RuntimeError, IndexError, AttributeError) as error:
+            raise ValueError(
+                f"got {_few([*self.entries])} in {self.file}, which do not make {self.first} together: {error}"
+            ) from error
+        return {name: tuple(tensor.shape) for name, tensor in made.items()}
+
+    def read(self, name: str, where: Part) -> Tensor:
+        """This part of the tensor of this name in the model."""
+        if self.converter is None:
+            return _read(self.entries, where)[next(iter(self.entries))]
+        if not self._stacked(self.shapes[name][0]):
+            return self.convert(_read(self.entries, None))[name][where]
+        rows, *rest = where
+        few = {key: self.entries[key] for names in self.names.values() for key in names[rows]}
+        return self.convert(_read(few, None))[name][(slice(None), *rest)]
+
+    def _stacked(self, rows: int) -> bool:
+        """Whether row i of what is made is made of the i-th tensor of every list, as experts are: few are read."""
+        first, *rest = self.converter.operations
+        apart = isinstance(first, MergeModulelist) and first.dim == 0
+        apart = apart and all(isinstance(step, Concatenate) and step.dim > 0 for step in rest)
+        return apart and all(len(names) == rows for names in self.names.values())
 
 
 def _few(names: list[str]) -> str:
@@ -485,10 +620,21 @@ def _header(file: Path) -> dict[str, Entry]:
         with safe_open(file, framework="pt", device="cpu") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
     except SafetensorError as error:
+        with file.open("rb") as opened:
+            begin = opened.read(64).lstrip().lower()
+        if begin.startswith(b"version https://git-lfs"):
+            raise ValueError(f"got {file}, a pointer of Git LFS, expected the file itself: git lfs pull") from error
+        if begin.startswith(b"<"):
+            raise ValueError(f"got {file}, a page of HTML, expected a safetensors file: load it again") from error
         raise ValueError(f"got {file}, expected a whole safetensors file: {error}") from error
     return {name: Entry(file, stored.get_dtype(), tuple(stored.get_shape())) for name, stored in slices.items()}
 
 
-def _read(stored: Mapping[str, Entry], name: str, where: Part) -> Tensor:
-    with safe_open(stored[name].file, framework="pt", device="cpu") as opened:
-        return opened.get_slice(name)[where] if where else opened.get_tensor(name)  # a scalar has no parts
+def _read(stored: Mapping[str, Entry], where: Part | None) -> dict[str, Tensor]:
+    """This part of each of the tensors; None is all of it, as () is of a scalar."""
+    tensors = {}
+    for file in {entry.file for entry in stored.values()}:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for name in [name for name, entry in stored.items() if entry.file == file]:
+                tensors[name] = opened.get_slice(name)[where or ...]
+    return tensors

@@ -63,7 +63,7 @@ def rewrite(name: str, **changes: object) -> Callable[[Path], object]:
         (drop("config.json"), r"got folder .*bad without config\.json; expected a Hugging Face model; it holds gen"),
         (write("config.json", "{"), "got model .*bad', expected a causal language model's folder or hub name: .*JSON"),
         (write("config.json", '{"model_type": "nothing"}'), "got model .*bad', expected a causal .*nothing"),
-        (drop("*.safetensors"), r"got model folder .*bad without weights \(\*\.safetensors\); it holds config\.json, "),
+        (drop("*.safetensors"), r"got .*bad, expected model\.safetensors or model\.safetensors\.index\.json in it"),
         (drop("tokenizer*"), r"got no tokenizer in .*bad; expected tokenizer\.json or its like"),
         (write("tokenizer.json", "{"), r"got no usable tokenizer in .*bad; expected tokenizer\.json or its like: "),
         (

@@ -1,5 +1,6 @@
 """A folder filled into an empty model is what from_pretrained makes of it, whole or divided among ranks."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,13 +9,13 @@ import pytest
 import torch
 from crew import crew
 from fakes import VOCABULARY
-from families import FAMILIES, family
+from families import FAMILIES, PUBLISHED, family, published
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.hf import entries, folder_of, load_shards, meta_causal_lm
+from grpo_fn.shell.model.hf import entries, folder_of, load_model, load_shards, meta_causal_lm
 
 CPU = torch.device("cpu")
 
@@ -27,10 +28,34 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def folder(name: str, shard: str = "1GB") -> Path:
         if (name, shard) not in made:
             made[name, shard] = tmp_path_factory.mktemp("models") / name
-            family(name).save_pretrained(made[name, shard], max_shard_size=shard)
+            if name in TOWERS:
+                model = with_tower(name)
+            else:
+                model = family(name) if name in FAMILIES else published(name, VOCABULARY)
+            model.save_pretrained(made[name, shard], max_shard_size=shard)
         return made[name, shard]
 
     return folder
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
+TOWERS: dict[str, dict[str, object]] = {  # folders with a vision tower
+    "qwen3_5": {  # of which the language model is loaded alone, under other names
+        "vision_config": {**VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16}
+    },
+    "gemma3": {  # with which it is loaded
+        "vision_config": {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16},
+        "mm_tokens_per_image": 16,
+        "image_token_index": 250,
+    },
+}
+
+
+def with_tower(name: str) -> nn.Module:
+    text = published(f"{name}_text", VOCABULARY).config.to_dict()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, text_config=text, **TOWERS[name])
+    return AutoModelForImageTextToText.from_config(config).float().eval()
 
 
 def filled(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -72,6 +97,24 @@ def test_a_filled_model_is_the_pretrained_one_bit_for_bit(name: str, folders: Ca
     assert_equal_models(model, pretrained(folder, dtype))
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert tied == model.config.get_text_config().tie_word_embeddings
+
+
+# What is converted: experts that stand one by one, under two names; a bias, and routers, in float32 whatever the rest;
+# other names; a buffer that one module sets in others; a folder whose language model alone is loaded.
+QUICK = ("mixtral", "qwen3_moe", "deepseek_v3", "dots1", "nemotron_h", "falcon_h1", "qwen3_5", "gemma3")
+
+
+@pytest.mark.slow_after(len(QUICK))
+@pytest.mark.parametrize("name", [*QUICK, *(name for name in PUBLISHED if name not in QUICK)])
+def test_every_published_familys_folder_is_read_as_from_pretrained_reads_it(name: str, folders: Callable) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        got, expected = filled(folders(name), dtype), pretrained(folders(name), dtype)
+        assert type(got) is type(expected)
+        assert tensors(got).keys() == tensors(expected).keys()
+        for key, tensor in tensors(expected).items():
+            assert tensors(got)[key].dtype == tensor.dtype, key
+            assert torch.equal(tensors(got)[key], tensor), key
+        assert not got.training
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -167,6 +210,10 @@ def truncate(keep: float) -> Callable[[Path], object]:
     return cut
 
 
+def replace_with(text: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / "model.safetensors").write_bytes(text)
+
+
 def change(edit: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], object]:
     def rewrite(folder: Path) -> None:
         file = folder / "model.safetensors"
@@ -178,6 +225,7 @@ def change(edit: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], obje
 
 
 NORM = "model.norm.weight"
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -187,6 +235,14 @@ NORM = "model.norm.weight"
         (as_bin, r"got \S+bad, expected model\.safetensors .*; convert pytorch_model\.bin to safetensors"),
         (truncate(0.5), r"got \S+model\.safetensors, expected a whole safetensors file: .*file not fully covered"),
         (truncate(0.0), r"got \S+model\.safetensors, expected a whole safetensors file: .*header too small"),
+        (
+            replace_with(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 988097824\n"),
+            r"got \S+model\.safetensors, a pointer of Git LFS, expected the file itself: git lfs pull",
+        ),
+        (
+            replace_with(b"<!DOCTYPE html><html><head><title>Sign in</title></head></html>"),
+            r"got \S+model\.safetensors, a page of HTML, expected a safetensors file",
+        ),
         (
             change(lambda held: held.update(odd=held[NORM].clone())),
             r"got weights with odd in \S+bad, expected those of Qwen3ForCausalLM alone",
@@ -214,6 +270,46 @@ def test_a_bad_folder_says_what_was_got_and_expected_before_anything_is_allocate
     with pytest.raises(ValueError, match=message):
         load_shards(model, bad, device=CPU)
     assert all(p.is_meta for p in model.parameters())
+    with pytest.raises(ValueError, match=message):  # one rank and an evaluation read no other way
+        load_model(str(bad), dtype=torch.float32, device=CPU, attention="eager")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda held: held.pop("model.layers.1.mlp.experts.2.down_proj.weight"),
+            r"got model\.layers\.1\.mlp\.experts\.down_proj of shape \(3, 64, 32\) in \S+, expected \(4, 64, 32\)",
+        ),
+        (
+            lambda held: held.pop(EXPERT),
+            r"got model\.layers\.1\.mlp\.experts\.0\.gate_proj\.weight, \S+ \S+ and 4 more in \S+, which do not make ",
+        ),
+        (
+            lambda held: held.update({"model.layers.1.mlp.experts.2.bias": torch.ones(1)}),
+            r"got weights with model\.layers\.1\.mlp\.experts\.2\.bias in \S+bad, expected those of Qwen3Moe",
+        ),
+        (
+            lambda held: held.update(
+                {"model.layers.1.mlp.experts.2.up_proj.weight": torch.ones(32, 64).to(torch.int8)}
+            ),
+            r"got model\.layers\.1\.mlp\.experts\.gate_up_proj as I8 in \S+model\.safetensors, expected one of F64",
+        ),
+    ],
+)
+def test_an_expert_that_is_missing_left_over_or_of_another_kind_is_named(
+    folders: Callable, tmp_path: Path, edit: Callable, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        filled(rewritten(folders("qwen3_moe"), tmp_path / "bad", edit))
+
+
+def test_quantised_weights_are_refused(folders: Callable, tmp_path: Path) -> None:
+    folder = rewritten(folders("qwen3_untied"), tmp_path / "fp8", lambda held: None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match=r"got a model whose weights are quantised \(fp8\), expected weights of float"):
+        filled(folder)
 
 
 def sharded_copy(folder: Path, to: Path) -> Path:
@@ -286,7 +382,7 @@ RANKS = 2
 def test_every_rank_reads_its_rows_alone_and_together_they_are_the_model(folders: Callable, tmp_path: Path) -> None:
     odd = tmp_path / "odd"
     FAMILIES["qwen3_untied"](VOCABULARY + 1).save_pretrained(odd)  # its embedding and head cannot be halved
-    models = [folders("gemma2_capped", "4KB"), odd]
+    models = [folders("gemma2_capped", "4KB"), odd, folders("qwen3_moe", "4KB")]
     for seen_by_rank in crew(RANKS).run(filling_rank.seen_of_all, models):
         for folder, seen in zip(models, seen_by_rank, strict=True):
             expected = pretrained(folder)
