@@ -31,6 +31,7 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import model_attention
 from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
 from grpo_fn.shell.model.logprob_model import LogprobModel, chunk_elements
+from grpo_fn.shell.model.lora import adapters_line
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
@@ -163,6 +164,8 @@ def build(
     teachers = teacher_specs(s, spec, checked, teachers_prepared.folders, attention=settings.compute.attention)
     load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=teachers)
     loaded = world.together(load, what="loading the model")
+    if s.lora is not None:
+        report(adapters_line(loaded.logprob_model.model))
     policy = trained_policy(s, checked, loaded, world)
     early = EarlyRewards(pool := s.rewards.pool(), unconditional_rewards(s.rewards.reward))
     draw = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)

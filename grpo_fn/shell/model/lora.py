@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,7 @@ class LoRA:
     rank: int  # rows of A and columns of B
     alpha: float  # B A is multiplied by alpha / rank
     dropout: float  # probability, on the input of A
-    targets: Sequence[str] | str  # "all-linear", every linear layer of the blocks, or names: ("q_proj", "v_proj")
+    targets: Sequence[str] | str  # "all-linear", every linear layer of the blocks, or names; experts are no layers
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -215,17 +215,62 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _targets(model: nn.Module, targets: Sequence[str] | str) -> list[str]:
+    """The full names of the layers that are to have an adapter."""
     inside = {id(module) for block in blocks(model) for module in block.modules() if isinstance(module, nn.Linear)}
     linear = {name for name, module in model.named_modules() if id(module) in inside}
-    leaves = sorted({name.rpartition(".")[2] for name in linear})
+    held_back = _expert_names(model, {name.rpartition(".")[2] for name in linear})
+    free = {name for name in linear if name.rpartition(".")[2] not in held_back}
     if isinstance(targets, str):
-        return leaves
+        return sorted(free)
     names = [name for name, _ in model.named_modules() if name]
+    chosen: set[str] = set()
     for target in targets:
         hit = {name for name in names if name == target or name.endswith(f".{target}")}
-        if not hit or hit - linear:
-            what = "which no module has" if not hit else f"which is also {min(hit - linear)}"
+        if not hit or hit - free:
+            if not hit:
+                what = "which no module has"
+            elif hit - linear:
+                what = f"which is also {min(hit - linear)}"
+            else:
+                what = f"which PEFT takes for the experts of {type(model).__name__}, one tensor without adapters"
+            leaves = sorted({name.rpartition(".")[2] for name in free})
             raise ValueError(
                 f"LoRA targets: got {target!r}, {what}; expected linear layers of the blocks, among {leaves}"
             )
-    return list(targets)
+        chosen |= hit
+    return sorted(chosen)
+
+
+def _expert_names(model: nn.Module, leaves: Set[str]) -> set[str]:
+    """Those of the names that PEFT puts adapters on the model's experts for, whatever layers have them.
+
+    Experts are one tensor in the model, and no layers. In a family with experts PEFT reads gate_proj, up_proj and
+    down_proj as theirs, also where those of a shared expert or of an MLP without experts are meant: no PEFT folder can
+    name such an adapter.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    taken = set()
+    for leaf in leaves:
+        config = LoraConfig(target_modules=[leaf])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # one of two that are one tensor
+            taken.add(leaf)
+        if leaf not in config.target_modules:
+            taken.add(leaf)
+    return taken
+
+
+def adapters_line(model: nn.Module) -> str:
+    """Which layers have adapters, and which matrices of the blocks stay as they are: a line for the start of a run."""
+    adapted = {name.removesuffix(A).rpartition(".")[2] for name, _ in model.named_parameters() if name.endswith(A)}
+    inside = {id(p) for block in blocks(model) for p in block.parameters()}
+    frozen = {
+        ".".join(name.removesuffix(".weight").split(".")[-2:])
+        for name, p in model.named_parameters()
+        if id(p) in inside and p.ndim > 1 and not is_adapter(name) and ".base_layer." not in name
+    }
+    rest = f"; frozen without one: {', '.join(sorted(frozen))}" if frozen else ""
+    return f"LoRA: adapters on {len(_layers(model))} layers, {', '.join(sorted(adapted))}{rest}"

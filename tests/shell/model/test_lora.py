@@ -1,12 +1,14 @@
 """Adapters: where they go, what they compute, how they start, and that PEFT and plain models agree with them."""
 
 import json
+import warnings
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from families import FAMILIES, family
+from fakes import VOCABULARY
+from families import FAMILIES, PUBLISHED, family, published
 from hypothesis import given, settings
 from peft import PeftModel
 from profiles import quarter
@@ -18,6 +20,7 @@ from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.model.lora import (
     LoRA,
     adapter_folder,
+    adapters_line,
     attach,
     dropouts,
     is_adapter,
@@ -132,6 +135,26 @@ def test_targets_that_are_no_linear_layers_are_an_error_and_change_nothing(targe
     with pytest.raises(ValueError, match=f"LoRA targets: {message}"):
         attach(model, LoRA(rank=1, alpha=1.0, dropout=0.0, targets=targets))
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+
+
+def test_names_that_peft_takes_for_experts_are_refused_before_anything_is_attached() -> None:
+    model = published("deepseek_v3", VOCABULARY)
+    message = (
+        r"got 'up_proj', which PEFT takes for the experts of DeepseekV3ForCausalLM, .*, among \['kv_a_proj_with_mqa'"
+    )
+    with pytest.raises(ValueError, match=f"LoRA targets: {message}"):
+        attach(model, LoRA(rank=1, alpha=1.0, dropout=0.0, targets=("o_proj", "up_proj")))
+    assert not any(is_adapter(name) for name, _ in model.named_parameters())
+
+
+def test_the_line_at_the_start_says_what_trains_and_that_experts_do_not() -> None:
+    assert adapters_line(attach(family("qwen2_tied"), ALL)) == (
+        "LoRA: adapters on 14 layers, down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    )
+    assert adapters_line(attach(published("qwen3_moe", VOCABULARY), ALL)) == (
+        "LoRA: adapters on 8 layers, k_proj, o_proj, q_proj, v_proj; frozen without one: experts.down_proj, "
+        "experts.gate_up_proj, mlp.gate"
+    )
 
 
 @pytest.mark.parametrize(
@@ -307,3 +330,34 @@ def test_peft_opens_the_saved_adapters_and_computes_the_same(
     assert (said["base_model_name_or_path"], said["task_type"]) == (str(base), "CAUSAL_LM")
     assert said["target_modules"] == sorted(said["target_modules"])
     assert said["inference_mode"] is True
+
+
+WITH_EXPERTS = ("deepseek_v3", "qwen2_moe", "hunyuan_v1_moe", "gpt_oss")
+
+
+@pytest.mark.slow_after(len(WITH_EXPERTS))
+@pytest.mark.parametrize("name", [*WITH_EXPERTS, *(name for name in PUBLISHED if name not in WITH_EXPERTS)])
+def test_a_published_familys_adapters_merge_into_its_weights_and_open_with_peft(name: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    published(name, VOCABULARY).save_pretrained(base)
+    model = published(name, VOCABULARY)
+    plain = model.state_dict().keys()
+    attention = model.config._attn_implementation
+    try:
+        attach(model, ALL)
+    except ValueError as error:
+        assert "no linear layers" in str(error)  # noqa: PT017 - Conv1D of GPT-2
+        return
+    stirred(model)
+    merged = dict(merge_adapters(model.state_dict(), ALL))
+    assert merged.keys() == plain
+    fresh = published(name, VOCABULARY)
+    fresh.load_state_dict(merged)
+    fresh.config._experts_implementation = model.config._experts_implementation = "eager"  # in float64, too
+    torch.testing.assert_close(logits(fresh.double()), logits(model.double()), rtol=1e-5, atol=1e-5)
+    adapter_folder(dict(model.float().named_parameters()), ALL, str(base), tmp_path / "adapter")
+    plain_model = AutoModelForCausalLM.from_pretrained(base, attn_implementation=attention)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of adapters that are missing in the folder
+        opened = PeftModel.from_pretrained(plain_model, tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(opened), logits(model), rtol=1e-4, atol=1e-4)
