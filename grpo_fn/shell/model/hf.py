@@ -364,7 +364,7 @@ def load_shards(model: nn.Module, folder: Path, *, device: torch.device) -> None
     Raises ValueError, nothing allocated, for a folder without safetensors, for truncated files, and for tensors that
     are missing, left over, of another shape or quantised; and for tied tensors that differ, once they are read.
     """
-    sources, places = check_weights(model, folder)
+    sources, places = weight_sources(model, folder)
     for name, buffer in list(model.named_buffers()):
         _hang(model, name, buffer.to(device))
     for names in places:
@@ -448,7 +448,7 @@ def _places(model: nn.Module) -> list[Place]:
     return list(places.values())
 
 
-def check_weights(model: nn.Module, folder: Path) -> tuple[dict[str, "Source"], list[Place]]:
+def weight_sources(model: nn.Module, folder: Path) -> tuple[dict[str, "Source"], list[Place]]:
     """What each tensor of the model is read from, and its names; from the files' headers alone.
 
     Raises ValueError as `load_shards` does.
