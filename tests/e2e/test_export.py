@@ -28,7 +28,7 @@ def adapted(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exported(source: Path, out: Path, *flags: str) -> Path:
-    assert export.main([str(source), str(out), *flags]) == 0
+    assert export.main([str(source), "--out", str(out), *flags]) == 0
     return out
 
 
@@ -106,8 +106,8 @@ def test_the_adapter_folder_on_its_base_says_what_the_merged_model_says(adapted:
 def test_a_folder_that_cannot_be_exported_is_named_and_nothing_is_written(
     whole: Path, tmp_path: Path, source: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert export.main([str(whole / source), str(tmp_path / "out"), *flags]) == 2
+    assert export.main([str(whole / source), "--out", str(tmp_path / "out"), *flags]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-    assert export.main([str(whole), str(tmp_path)]) == 2
+    assert export.main([str(whole), "--out", str(tmp_path)]) == 2
     assert "which exists" in capsys.readouterr().err
