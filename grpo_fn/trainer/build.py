@@ -208,8 +208,9 @@ def build(
 
 
 def with_record(settings: Settings, run_dir: Path, rank: int) -> Settings:
-    """The settings, with pools whose judges have one record: that of the run."""
+    """The settings, with pools whose judges have one record: that of the run. Raises ValueError for a bad line."""
     record = JudgeRecord(run_dir / JUDGE_FOLDER, rank)
+    record.open()
 
     def recorded_pool() -> RewardPool:
         pool = settings.rewards.pool()

@@ -153,8 +153,10 @@ def lost_rows(run: TrainingRun, before: Counter, loggers: RunLoggers) -> dict[st
     """
     counts = {f"reward/{kind}": number - before[kind] for kind, number in run.pool.counts.items()}
     costs = {JUDGE_METRICS[kind]: number - before[kind] for kind, number in run.pool.costs.items()}
-    own = (counts, costs, [*run.pool.complaints])
-    run.pool.complaints.clear()
+    texts = [run.pool.complaints, *([run.environments.complaints] if run.environments else [])]
+    own = (counts, costs, [text for found in texts for text in found])
+    for found in texts:
+        found.clear()
     parts = run.world.exchange(own, what="the others' troubles with rewards")
     lines = [
         text if len(parts) == 1 else f"rank {rank}: {text}" for rank, (*_, texts) in enumerate(parts) for text in texts

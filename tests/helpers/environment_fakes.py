@@ -65,6 +65,13 @@ def dies(state: dict, message: Message, key: int) -> Step:
     os._exit(3)
 
 
+def dies_once(state: dict, message: Message, key: int, *, mark: str) -> Step:
+    if not os.path.exists(mark):
+        open(mark, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(state, message, key)
+
+
 def state_of_a_set(state: dict, message: Message, key: int) -> Step:
     return Step({"set": {1, 2}}, (), 0.0, True)
 

@@ -26,10 +26,11 @@ class Answer(NamedTuple):
     done: bool = False
     failure: str = ""
     state_hash: str = ""  # of `state`, which the tape does not hold
+    lost: bool = False  # the worker was killed or late, twice
 
     def entry(self) -> str:
         if self.failure:
-            return canonical({"failure": self.failure})
+            return canonical({"failure": self.failure} | ({"lost": True} if self.lost else {}))
         said = [[m.role, m.content, m.name] for m in self.messages]
         return canonical({"messages": said, "reward": self.reward, "done": self.done, "state": self.state_hash})
 
@@ -75,7 +76,7 @@ def read_entry(entry: str) -> Answer:
     """The answer that stands on a tape, without the state."""
     found = json.loads(entry)
     if "failure" in found:
-        return Answer(failure=found["failure"])
+        return Answer(failure=found["failure"], lost=found.get("lost", False))
     messages = tuple(Message(*said) for said in found["messages"])
     return Answer(None, messages, found["reward"], found["done"], "", found["state"])
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from grpo_fn.core import prng
 from grpo_fn.core.checksums import tape_digest
 from grpo_fn.core.environment import Message, PlainData
-from grpo_fn.core.json_lines import json_rows
+from grpo_fn.core.json_lines import Row, json_rows
 from grpo_fn.core.problem import Completion, Problem, Turn
 from grpo_fn.shell.episodes.answers import FAILURE, Answer, read_entry
 from grpo_fn.shell.episodes.chat_format import ChatFormat
@@ -78,17 +78,31 @@ class Tape:
 
 
 def recorded_episodes(folder: Path, *, after: int) -> list[list[dict[str, Any]]]:
-    """What `Tape.add` reads of the rows, for every step after this one that `folder` holds. A torn file ends it."""
+    """What `Tape.add` reads of the rows, for every step after this one that `folder` holds. A torn file ends it.
+
+    Raises ValueError, naming file and line, for a row that is none.
+    """
     steps: list[list[dict[str, Any]]] = []
     for path in sorted(folder.glob("step_*.jsonl.gz")):
         if int(path.name[5:].partition(".")[0]) <= after:
             continue
         try:
-            rows = [row.value for row in json_rows(path, expected="an object")]
+            rows = list(json_rows(path, expected="an object"))
         except (OSError, EOFError, zlib.error):
             break
-        steps.append([{name: row[name] for name in FIELDS} for row in rows if "turns" in row])
+        steps.append([_taped_row(row) for row in rows if "turns" in row.value])
     return steps
+
+
+def _taped_row(row: Row) -> dict[str, Any]:
+    try:
+        taped = {name: row.value[name] for name in FIELDS}
+        taped["mask"].index(1)
+        tape_digest([Turn(**turn) for turn in taped["turns"]])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{row.where}: got {got}, expected an episode with {', '.join(FIELDS)}") from error
+    return taped
 
 
 ENVIRONMENT = 2**63 + 1  # what is folded into a sampling key for environments: no uid is as large
@@ -97,6 +111,10 @@ START = 2**62  # in the place of a sample: an episode's beginning is the same fo
 
 # (what an environment failed with, whether the turn called tools) -> the answer that the episode gets
 OnFailure = Callable[[Answer, bool], Answer]
+
+
+COMPLAINTS = 8  # kept until they are logged
+UNSCORABLE_ROWS = "unscorable, as its worker was killed or late twice"
 
 
 class EnvironmentFailed(RuntimeError):
@@ -137,6 +155,7 @@ class Environments:
     fails: OnFailure
     answer_steps: int | None  # decode steps of other rows before an answer is waited for; None: it never is
     tape: Tape
+    complaints: list[str] = field(default_factory=list)  # of rows that lost workers have cost; cleared once logged
 
     def begin(
         self, problems: Sequence[Problem], group_size: int, *, key: Tensor, max_tokens: int, context: int | None
@@ -150,13 +169,17 @@ class Environments:
             None if episode else self.caller.start(problem, seed)
             for problem, seed, episode in zip(problems, seeds, taped, strict=True)
         ]
+        begun = [
+            future.result() if future else Answer(state_hash=episode.turns[0].state)
+            for future, episode in zip(started, taped, strict=True)
+        ]
         openings = [
-            self._opening(problem, future.result()) if future else ([*episode.opening], None, episode.turns[0].state)
-            for problem, future, episode in zip(problems, started, taped, strict=True)
+            (self._opening(problem, answer) if future else [*episode.opening], answer)
+            for problem, future, episode, answer in zip(problems, started, taped, begun, strict=True)
         ]
         rows = [
-            EpisodeRow(problem, g, state, digest, len(prompt))
-            for problem, (prompt, state, digest) in zip(problems, openings, strict=True)
+            EpisodeRow(problem, g, answer.state, answer.state_hash, len(prompt), answer if answer.lost else None)
+            for problem, (prompt, answer) in zip(problems, openings, strict=True)
             for g in range(group_size)
         ]
         return EpisodeRows(self, [prompt for prompt, *_ in openings], rows, base, max_tokens, context)
@@ -165,10 +188,17 @@ class Environments:
         """The same, for an evaluation, whose problems are others."""
         return replace(self, tape=Tape())
 
-    def _opening(self, problem: Problem, found: Answer) -> tuple[list[int], PlainData, str]:
+    def complain(self, text: str) -> None:
+        if len(self.complaints) < COMPLAINTS:
+            self.complaints.append(text)
+
+    def _opening(self, problem: Problem, found: Answer) -> list[int]:
+        if found.lost:  # there has to be something to sample behind
+            self.complain(f"{self.name}, problem {problem.uid}: {UNSCORABLE_ROWS}: no beginning: {found.failure}")
+            return self.chat.open((Message("user", problem.prompt),))
         if found.failure:
             raise EnvironmentFailed(f"{self.name}, problem {problem.uid}: got no beginning: {found.failure}")
-        return self.chat.open(found.messages), found.state, found.state_hash
+        return self.chat.open(found.messages)
 
 
 def environment_seeds(key: Tensor, *data: int | Tensor) -> list[int]:
@@ -185,6 +215,7 @@ class EpisodeRow:
     state: PlainData
     state_hash: str
     prompt: int  # tokens of its opening
+    lost: Answer | None = None  # why the environment gave no beginning: the row is unscorable
     turns: list[Turn] = field(default_factory=list)
     observed: list[int] = field(default_factory=list)  # tokens behind each turn but the last
     asked: Future[Answer] | None = None
@@ -239,12 +270,15 @@ class EpisodeRows:
         row.text, row.message = message.content, message
         row.closing = () if tokens[-1] == chat.end else (chat.end,)
         if not stopped:
-            self._note(row, tokens, 0.0, limit=self._cut_by(row, len(tokens)))
+            self._note(row, tokens, None if row.lost else 0.0, limit=self._cut_by(row, len(tokens)))
             return False
         self._note(row, tokens, None)
         n = len(row.turns) - 1
         taped = self.of.tape.of(row.problem.uid, row.g)
-        if taped is not None and (not self.of.pure or self._failed_before(row, taped, n)):
+        if row.lost:
+            row.asked = Future()
+            row.asked.set_result(row.lost)
+        elif taped is not None and (not self.of.pure or self._failed_before(row, taped, n)):
             row.asked = Future()
             row.asked.set_result(self._from_tape(row, taped, n))
         else:
@@ -256,7 +290,10 @@ class EpisodeRows:
         row = self.rows[b]
         found, row.asked = row.asked.result(), None
         self._compare(row, found)
-        answer = self.of.fails(found, bool(row.message.calls)) if found.failure else found
+        fails = as_unscorable if found.lost else self.of.fails
+        if found.lost and not row.lost:
+            self.of.complain(f"{self._place(row, len(row.turns) - 1)}: {UNSCORABLE_ROWS}: {found.failure}")
+        answer = fails(found, bool(row.message.calls)) if found.failure else found
         begun = row.turns[-1]
         row.turns[-1] = begun._replace(
             observation="\n".join(message.content for message in answer.messages),

@@ -8,6 +8,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from weakref import WeakValueDictionary
 
 import httpx2
 
+from grpo_fn.core.json_lines import json_object
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.judge import Judge, JudgeQuestion
 from grpo_fn.shell.atomic_io import flush_file, is_full, no_space, to_json
@@ -62,8 +64,8 @@ class Place(NamedTuple):
 class JudgeRecord:
     """The answers of a run, or of this process if `folder` is None. Any thread may ask.
 
-    Nothing is read before the first question, and nothing is written before the first answer. If it is `read_only`, as
-    replay has it, nothing is asked or written.
+    Nothing is read before `open` or the first question, and nothing is written before the first answer. If it is
+    `read_only`, as replay has it, nothing is asked or written.
     """
 
     def __init__(self, folder: Path | None, rank: int) -> None:
@@ -71,6 +73,11 @@ class JudgeRecord:
         self._entries: dict[tuple[str, int], Place | JudgeAnswer] = {}
         self._answered: dict[str, tuple[str, int]] = {}  # by digest: an entry with an answer
         self._opened, self._lock = False, threading.Lock()
+
+    def open(self) -> None:
+        """Read the files. Raises ValueError, naming file and line, for a line that is no recorded answer."""
+        with self._lock:
+            self._open()
 
     def find(self, digest: str, uid: int) -> JudgeAnswer | None:
         """What was answered to this question about the problem of this uid.
@@ -138,10 +145,10 @@ class JudgeRecord:
     def _open_file(self, path: Path, *, own: bool) -> None:
         end = 0
         with path.open("rb") as file:
-            for line in file:
+            for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     break  # torn: the process was killed while it wrote
-                self._note(_entry(path, line), Place(path, end, len(line)))
+                self._note(_entry(f"{path}:{number}", line), Place(path, end, len(line)))
                 end += len(line)
         if own and not self.read_only and path.stat().st_size > end:
             os.truncate(path, end)
@@ -157,15 +164,19 @@ class JudgeRecord:
             return entry
         with entry.path.open("rb") as file:
             file.seek(entry.offset)
-            return _entry(entry.path, file.read(entry.size)).answer
+            return _entry(f"{entry.path}, byte {entry.offset}", file.read(entry.size)).answer
 
 
-def _entry(path: Path, line: bytes) -> RecordedAnswer:
+def _entry(where: str, line: bytes) -> RecordedAnswer:
+    row = json_object(where, line, expected="a recorded answer of a judge")
     try:
-        row = json.loads(line)
-        return RecordedAnswer(row.pop("digest"), row.pop("uid"), JudgeAnswer(**row))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: got {line[:200]!r}, expected a recorded answer of a judge") from error
+        digest, uid, answer = row.pop("digest"), row.pop("uid"), JudgeAnswer(**row)
+        known = isinstance(digest, str) and isinstance(uid, int) and isinstance(answer.text, str | None)
+    except (TypeError, KeyError):
+        known = False
+    if not known:
+        raise ValueError(f"{where}: got {line[:80]!r}, expected a recorded answer of a judge")
+    return RecordedAnswer(digest, uid, answer)
 
 
 CLOSING = 5.0  # seconds for requests under way to be dropped
@@ -175,6 +186,8 @@ REPLAYED = (
     "of the run, for instance with --use_stored_rollout"
 )
 SHOWN = 300  # characters of a server's complaint
+LONGEST_REPLY = 2**21  # bytes of a server's answer, unpacked
+MOST_TOKENS = 2**40  # that a server may say it took
 LONGEST_WAIT = 60.0  # seconds before a request is sent again, whatever the server asks for
 AGAIN = {408, 409, 425, 429}  # and 5xx: not now
 NEVER = {401: "a key that it takes", 403: "a key that it takes", 404: "a chat completions endpoint that has the model"}
@@ -253,7 +266,11 @@ class JudgeRequests:
             return [Outcome(None, str(error), 0.0, LOAD)]
         finally:
             self._unsettled -= 1
-        value = None if answer.text is None else judge.read(answer.text, question.mark)
+        try:
+            value = None if answer.text is None else judge.read(answer.text, question.mark)
+        except Exception as error:
+            reason = f"{judge.name}.read: {type(error).__name__}: {error}"[:SHOWN]
+            return [Outcome(None, reason, answer.seconds, "exceptions", traceback.format_exc())]
         reason = answer.failure or (UNREADABLE if value is None else "")
         cost = {
             **{name: getattr(answer, name) for name in ("requests", "prompt_tokens", "completion_tokens", "seconds")},
@@ -366,8 +383,8 @@ async def check_endpoint(judge: Judge) -> None:
                 f"OpenAI-compatible server: {answer.text[:SHOWN]}"
             )
         try:
-            names = [str(one["id"]) for one in answer.json()["data"]]
-        except (ValueError, TypeError, KeyError) as error:
+            names = [str(model["id"]) for model in answer.json()["data"]]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(
                 f"{knob}: got {answer.text[:SHOWN]!r} for {answer.request.url}, expected a list of models"
             ) from error
@@ -382,12 +399,17 @@ async def _send(client: httpx2.AsyncClient, judge: Judge, question: JudgeQuestio
     """The answer to one request, or why there will be none. Raises TryAgain where the next request may have one."""
     try:
         async with asyncio.timeout(judge.request_seconds):
-            answer = await client.post("chat/completions", json=dict(question.body))
+            body = bytearray()
+            async with client.stream("POST", "chat/completions", json=dict(question.body)) as answer:
+                async for data in answer.aiter_bytes():
+                    body += data
+                    if len(body) > LONGEST_REPLY:
+                        return JudgeAnswer(None, f"{judge.endpoint}: got more than {LONGEST_REPLY} bytes for an answer")
     except (TimeoutError, httpx2.TimeoutException) as error:
         raise TryAgain(f"no answer within {judge.request_seconds:g} s") from error
     except httpx2.HTTPError as error:
         raise TryAgain(f"{type(error).__name__} {error}") from error
-    status, said = answer.status_code, answer.text[:SHOWN]
+    status, said = answer.status_code, body[: 4 * SHOWN].decode("utf-8", "replace")[:SHOWN]
     if status in AGAIN or status >= 500:
         after = answer.headers.get("retry-after", "")  # seconds, or a date, which counts for nothing
         raise TryAgain(f"status {status}: {said}", float(after) if after.isascii() and after.isdigit() else 0.0)
@@ -395,8 +417,8 @@ async def _send(client: httpx2.AsyncClient, judge: Judge, question: JudgeQuestio
         expected = f", expected {NEVER[status]}" if status in NEVER else ""
         return JudgeAnswer(None, f"{judge.endpoint}: got status {status}{expected}: {said}", fatal=status in NEVER)
     try:
-        return _read_answer(answer.json())
-    except (ValueError, TypeError, KeyError, IndexError) as error:
+        return _read_answer(json.loads(body))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise TryAgain(f"got {said!r}, expected a chat completion") from error
 
 
@@ -408,4 +430,4 @@ def _read_answer(answer: Any) -> JudgeAnswer:
     usage = answer.get("usage") or {}
     counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
     # No content: the model has thought until it was cut off. That is an answer, which cannot be read.
-    return JudgeAnswer(text or "", "", False, 0, *(n if isinstance(n, int) and n > 0 else 0 for n in counts))
+    return JudgeAnswer(text or "", "", False, 0, *(n if type(n) is int and 0 < n < MOST_TOKENS else 0 for n in counts))

@@ -199,6 +199,7 @@ class WorkerPool(AbstractContextManager):
     """
 
     VALUES: tuple[type, ...] = (float, NoneType)  # that a worker may send
+    TRIES = 1  # of a call whose worker is lost
 
     def __init__(self, *, workers: int, deadline: float, memory_mb: int) -> None:
         self.workers, self.deadline, self.memory_mb = workers, deadline, memory_mb
@@ -276,7 +277,7 @@ class WorkerPool(AbstractContextManager):
     def _make(self, chunk: Chunk, worker: WorkerProcess) -> list[Outcome]:
         """Make the calls of a chunk, and replace a worker that is lost. Raises CallCancelled for a cancelled chunk."""
         outcomes: list[Outcome] = []
-        starts = 0
+        starts, tries = 0, 0
 
         def unwanted() -> bool:
             return self._closed or chunk.future.cancelled()
@@ -299,7 +300,10 @@ class WorkerPool(AbstractContextManager):
                 worker.start()
                 starts += 1
                 if loaded:
-                    outcomes.append(lost)
+                    tries += 1
+                    if tries == self.TRIES:
+                        outcomes.append(lost)
+                        tries = 0
                 elif lost.cause == LOAD:
                     outcomes += [lost] * len(left)
                 elif starts == STARTS:
@@ -370,6 +374,8 @@ METRICS = ("time/environments", "time/environment_wait", "episode/environment_fa
 class EnvironmentPool(WorkerPool):
     """Worker processes that call an environment. `figures` says what went wrong and the seconds that calls took.
 
+    A call whose worker is killed or late is made once more; an answer that is lost then costs its row.
+
     Args:
         environment: what is called; its functions are found by name in the workers.
         workers: processes.
@@ -381,6 +387,7 @@ class EnvironmentPool(WorkerPool):
     """
 
     VALUES = (str,)
+    TRIES = 2
 
     def __init__(self, environment: Environment, *, workers: int, deadline: float, memory_mb: int) -> None:
         check_more_than_0("environment pool", workers=workers, deadline=deadline, memory_mb=memory_mb)
@@ -412,9 +419,11 @@ class EnvironmentPool(WorkerPool):
         """The answer in what a worker sent; one that says why, where there is none."""
         (outcome,) = outcomes
         try:
-            answer = Answer(failure=outcome.reason) if outcome.cause else decode_answer(outcome.value)
+            answer = decode_answer(outcome.value) if not outcome.cause else Answer(failure=outcome.reason)
         except (ValueError, TypeError):
-            answer = Answer(failure=MALFORMED)
+            answer = Answer(failure=MALFORMED, lost=True)
+        if outcome.cause not in ("", "exceptions"):
+            answer = Answer(failure=outcome.reason, lost=True)
         self.count("time/environments", outcome.seconds)
         self.count("episode/environment_failures", float(bool(answer.failure)))
         return answer

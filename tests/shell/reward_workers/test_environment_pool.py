@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from environment_fakes import TALK, broken, dies, hangs, state_of_a_set, step
+from environment_fakes import TALK, broken, dies, dies_once, hangs, state_of_a_set, step
 
 from grpo_fn.core.environment import Environment, Message
 from grpo_fn.core.problem import Problem
@@ -42,9 +42,19 @@ def test_a_worker_answers_as_this_process() -> None:
 )
 def test_a_failure_says_why_and_the_next_call_works(fails, said) -> None:
     with pool(fails, workers=1) as workers:
-        assert said in workers.step({}, MESSAGE, 0).result().failure
+        answer = workers.step({}, MESSAGE, 0).result()
+        assert said in answer.failure
+        assert answer.lost == (fails in (hangs, dies))
         assert workers.start(PROBLEM, 0).result().state == {"left": 3, "seen": []}
         assert workers.figures()["episode/environment_failures"] == 1
+
+
+def test_a_worker_that_is_killed_once_is_asked_again(tmp_path) -> None:
+    with pool(partial(dies_once, mark=str(tmp_path / "died")), workers=1, deadline=20.0) as workers:
+        assert workers.step({"left": 2, "seen": []}, MESSAGE, 7).result() == decode_answer(
+            EnvironmentCall(TALK)("step", {"left": 2, "seen": []}, MESSAGE, 7)
+        )
+        assert (tmp_path / "died").exists()
 
 
 def test_numbers_of_0_and_what_workers_cannot_find_by_name_are_refused() -> None:

@@ -99,7 +99,14 @@ def test_a_server_that_wants_to_be_left_alone_is() -> None:
     [
         (Reply({"error": "overloaded"}, 500), r"got no answer to 3 requests, the last: status 500: .*overloaded", 3),
         (Reply({"error": "maximum context length is 32"}, 400), r"got status 400: .*maximum context length", 1),
+        (Reply(b"[" * 100_000), r"got no answer to 3 requests, the last: got '\[+', expected a chat completion", 3),
+        (Reply({"choices": "none"}), "expected a chat completion", 3),
+        (Reply([]), "expected a chat completion", 3),
+        (Reply({**ANSWER, "usage": [1]}), "expected a chat completion", 3),
+        (Reply(b"\xff\x00"), "expected a chat completion", 3),
+        (Reply(b'"' + b"x" * 2**22 + b'"'), "got more than 2097152 bytes for an answer", 1),
     ],
+    ids=["500", "400", "nested", "no choices", "a list", "odd usage", "no text", "large"],
 )
 def test_a_row_without_an_answer_is_none_and_says_why(reply: Reply, reason: str, requests: int) -> None:
     with judge_server(lambda question, before: reply if "\none\n" in question else grade(question, before)) as up:
@@ -120,6 +127,28 @@ def test_the_time_of_a_batch_is_limited_and_what_was_waited_for_is_said() -> Non
         r"included; request 1 was under way",
         outcomes[1].reason,
     )
+
+
+def reader_with_a_bug(text: str, mark: str) -> float | None:
+    return 1 / 0 if text else None
+
+
+def test_tokens_beyond_any_number_count_as_none_and_a_bug_in_a_reader_costs_its_row() -> None:
+    with judge_server(lambda question, before: Reply({**ANSWER, "usage": {"prompt_tokens": 10**400}})) as up:
+        _, costs = judged(judge_at(up), ["one"])
+        assert costs["prompt_tokens"] == 0
+    with judge_server(grade) as up, pytest.raises(RewardError, match="ZeroDivisionError"):
+        judged(judge_at(up, read=reader_with_a_bug), ["two"])
+
+
+@pytest.mark.parametrize("line", [b"{}", b"[" * 100_000, b'{"digest": 1, "uid": 2, "text": "a"}', b'{"digest": "a"'])
+def test_a_bad_line_of_the_record_names_file_and_line(line: bytes, tmp_path: Path) -> None:
+    good = JudgeRecord(tmp_path, 0)
+    good.add([RecordedAnswer("a", 1, JudgeAnswer("text"))])
+    with (tmp_path / "rank_0.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(ValueError, match=r"rank_0\.jsonl:2: got .*, expected a"):
+        JudgeRecord(tmp_path, 0).open()
 
 
 @pytest.mark.parametrize("text", ["", "MARK: 70"])
@@ -197,7 +226,7 @@ def test_a_torn_line_is_cut_off_and_a_changed_one_is_refused(tmp_path: Path) -> 
     assert path.read_bytes() == whole
     path.write_text(json.dumps({"digest": "a"}) + "\n")
     record = JudgeRecord(tmp_path, 0)
-    with pytest.raises(ValueError, match=r"rank_0\.jsonl: got .*expected a recorded answer"):
+    with pytest.raises(ValueError, match=r"rank_0\.jsonl:1: got .*expected a recorded answer"):
         found()
 
 

@@ -1,6 +1,8 @@
 """Episodes in slots: every row is what a plain loop over that row alone gives, in whatever order answers come."""
 
+import re
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -21,7 +23,7 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
 from grpo_fn.rewards.combine import completions_of
-from grpo_fn.shell.episodes.answers import EnvironmentCall, decode_answer
+from grpo_fn.shell.episodes.answers import Answer, EnvironmentCall, decode_answer
 from grpo_fn.shell.episodes.chat_format import TextFormat
 from grpo_fn.shell.episodes.episode_rows import (
     ENVIRONMENT,
@@ -306,6 +308,33 @@ def test_a_failure_is_what_the_knob_says(fails, reward) -> None:
     assert {turn.reward for turn in failed} == {reward}
     assert {turn.error for turn in failed} == {"RuntimeError: the tool is out of order"}
     assert ("error: RuntimeError" in failed[0].observation) is (fails is as_observation)
+
+
+class Lost(Here):
+    """Its workers are killed whenever they are asked this."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def ask(self, *call: object) -> Future[Answer]:
+        if call[0] != self.kind:
+            return super().ask(*call)
+        future: Future[Answer] = Future()
+        future.set_result(Answer(failure="worker died: killed by SIGKILL", lost=True))
+        return future
+
+
+@pytest.mark.parametrize("kind", ["start", "step"])
+def test_a_row_whose_worker_was_lost_is_unscorable_whatever_the_knob_says_and_the_log_names_it(kind: str) -> None:
+    lost = sampler(caller=Lost(kind), fails=as_observation)
+    rollout = lost.sample(problems(["aT 7", "7"]), 3, key=KEY)
+    ended = [turns[-1] for turns in rollout.turns]
+    assert any("worker died" in turn.error for turn in ended)
+    expected = {None} if kind == "start" else {None, 0.0}  # of a turn that was cut nobody was asked
+    assert {turn.reward for turn in ended} <= expected
+    assert {turn.reward for turn in ended if turn.error} == {None}
+    assert re.fullmatch(r"talk, problem 100\b.*unscorable.*killed by SIGKILL", lost.environments.complaints[0])
 
 
 def test_a_failure_on_the_tape_fails_again() -> None:
