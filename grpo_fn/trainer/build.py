@@ -37,6 +37,7 @@ from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
 from grpo_fn.shell.reward_workers.judge_client import JudgeRecord, check_endpoint
 from grpo_fn.shell.reward_workers.reward_pool import EarlyRewards, RewardPool
+from grpo_fn.shell.reward_workers.worker_pool import EnvironmentPool, PrintedText
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.interface import (
     DataParallelSampler,
@@ -144,7 +145,9 @@ def build(
 
     Raises ValueError, before any weights are loaded, for a folder, prompts or a number of ranks that do not fit.
     """
-    s, block_notes = settle_blocks(with_record(settings, request.run_dir, world.rank), checked.config, world.device)
+    printed = PrintedText(request.run_dir / (f"printed_rank_{world.rank}.txt" if world.rank else "printed.txt"))
+    recorded = with_record(settings, request.run_dir, world.rank, printed)
+    s, block_notes = settle_blocks(recorded, checked.config, world.device)
     disable_progress_bar()  # one a file: they would bury the lines of the run
     use_deterministic_kernels(s.compute.deterministic, world.device.type)
     if world.device.type == "cpu":
@@ -159,6 +162,8 @@ def build(
         show = partial(first_row, s, task, tokenizer, folder, checked.config)
         picture = world.agree(show, what="the first row")
     environments, environment_workers = open_environments(s.episodes, tokenizer)
+    if isinstance(environment_workers, EnvironmentPool):
+        environment_workers.printed = printed
     report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS), world.device)
     teachers = teacher_specs(s, spec, checked, teachers_prepared.folders, attention=settings.compute.attention)
@@ -207,14 +212,17 @@ def build(
         )
 
 
-def with_record(settings: Settings, run_dir: Path, rank: int) -> Settings:
-    """The settings, with pools whose judges have one record: that of the run. Raises ValueError for a bad line."""
+def with_record(settings: Settings, run_dir: Path, rank: int, printed: PrintedText) -> Settings:
+    """The settings, with pools whose judges have one record and whose workers print to one file: those of the run.
+
+    Raises ValueError for a bad line of the record.
+    """
     record = JudgeRecord(run_dir / JUDGE_FOLDER, rank)
     record.open()
 
     def recorded_pool() -> RewardPool:
         pool = settings.rewards.pool()
-        pool.judge_record = record
+        pool.judge_record, pool.printed = record, printed
         return pool
 
     return replace(settings, rewards=replace(settings.rewards, pool=recorded_pool))

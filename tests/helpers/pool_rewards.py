@@ -142,6 +142,8 @@ def obeys(problem, completion):
         case "print":
             print("1.0")
             sys.stdin.read()
+        case "print megabytes":
+            print("\x1b[2J" + "x" * 3 * 2**20)
         case "child":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
             time.sleep(60)

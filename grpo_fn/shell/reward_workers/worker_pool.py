@@ -17,10 +17,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from threading import Condition, Lock, Thread
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
+from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.environment import Environment, Message, PlainData
 from grpo_fn.core.partials import unwrap_reward
 from grpo_fn.core.problem import Problem
@@ -42,6 +44,43 @@ MALFORMED = "worker sent a malformed reply"
 # -- a process
 
 
+MOST_PRINTED = 2**20  # bytes that a file keeps
+MOST_SHOWN = 2**14  # bytes that are shown where there is no file
+
+
+class PrintedText:
+    """What workers print, up to a limit, control characters as escapes: in a file, or without a path on standard error.
+
+    The file is made when something is printed.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self._lock = path, Lock()
+        self._left = MOST_SHOWN if path is None else MOST_PRINTED
+
+    def add(self, data: bytes) -> None:
+        """Keep what is left room for; from any thread."""
+        with self._lock:
+            if not self._left:
+                return
+            text = escape_control(data[: self._left].decode("utf-8", "replace"))
+            self._left -= min(len(data), self._left)
+            if not self._left:
+                text += "\n... what workers print beyond this is not kept\n"
+            with suppress(OSError, ValueError):  # a full disk and a console that is gone end no call
+                if self.path is None:
+                    sys.stderr.write(text)
+                else:
+                    with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                        file.write(text)
+
+    def read(self, stream: IO[bytes]) -> None:
+        """Keep all that comes until the stream ends, and close it."""
+        with stream:
+            while data := os.read(stream.fileno(), 65536):
+                self.add(data)
+
+
 class WorkerLost(Exception):
     """A worker is of no use any more: the counter it goes to, and why."""
 
@@ -57,8 +96,8 @@ class CallCancelled(Exception):
 class WorkerProcess:
     """A process under a memory limit. It dies with the thread that started it."""
 
-    def __init__(self, memory_mb: int) -> None:
-        self.memory_mb = memory_mb
+    def __init__(self, memory_mb: int, printed: PrintedText) -> None:
+        self.memory_mb, self.printed = memory_mb, printed
         self.start()
 
     def start(self) -> None:
@@ -68,6 +107,7 @@ class WorkerProcess:
             [sys.executable, "-m", "grpo_fn.shell.reward_workers.worker", str(self.memory_mb)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             bufsize=0,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is for the run; and its children die with it
@@ -75,6 +115,8 @@ class WorkerProcess:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self._printing = Thread(target=self.printed.read, args=(self.process.stderr,), name="printed", daemon=True)
+        self._printing.start()
         os.set_blocking(self.stdin.fileno(), False)
         self._incoming = b""
         self._began, self.importing = time.monotonic(), ""  # the call it is at, and the package that it imports
@@ -121,6 +163,7 @@ class WorkerProcess:
         self.process.wait()
         self.stdin.close()
         self.stdout.close()
+        self._printing.join(1.0)  # a process that it left behind may hold the pipe
 
     def _received(self) -> Any:
         """The first reply that has come in whole; None where there is none."""
@@ -203,13 +246,14 @@ class WorkerPool(AbstractContextManager):
 
     def __init__(self, *, workers: int, deadline: float, memory_mb: int) -> None:
         self.workers, self.deadline, self.memory_mb = workers, deadline, memory_mb
+        self.printed = PrintedText(None)
         self._chunks: deque[Chunk] = deque()
         self._changed = Condition()
         self._threads: list[Thread] = []
         self._closed = False
 
     def __enter__(self: P) -> P:
-        processes = [WorkerProcess(self.memory_mb) for _ in range(self.workers)]
+        processes = [WorkerProcess(self.memory_mb, self.printed) for _ in range(self.workers)]
         self._threads = [Thread(target=self._serve, args=(one,), name="worker", daemon=True) for one in processes]
         for thread in self._threads:
             thread.start()

@@ -34,7 +34,7 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.wrappers import with_timeout
 from grpo_fn.shell.reward_workers.reward_pool import COMPLAINTS, RewardError, RewardPool
 from grpo_fn.shell.reward_workers.worker import check_reward_value
-from grpo_fn.shell.reward_workers.worker_pool import RETURNED_NONE
+from grpo_fn.shell.reward_workers.worker_pool import MOST_PRINTED, RETURNED_NONE, PrintedText
 
 
 def asked(*texts, answer="42"):
@@ -63,6 +63,20 @@ def test_scores_come_back_in_the_order_of_the_rows(pool, rows):
     texts = ["x" * (i % 97) for i in range(rows)]
     assert pool.score(length_of_text, *asked(*texts)) == [float(len(text)) for text in texts]
     assert pool.score(partial(scaled, by=2), *asked(*texts)) == [2.0 * len(text) for text in texts]
+
+
+def test_what_workers_print_is_kept_in_a_file_without_controls_and_no_more_than_fits(tmp_path, capfd):
+    pool = pool_of(timeout=30.0)
+    pool.printed = PrintedText(tmp_path / "printed.txt")
+    assert not (tmp_path / "printed.txt").exists()
+    with pool:
+        assert pool.score(obeys, *asked("print", "print megabytes")) == [1.0, 1.0]
+    text = (tmp_path / "printed.txt").read_text()
+    assert text.startswith(r"1.0" + "\n" + r"\x1b[2Jxxx")
+    assert text.endswith("is not kept\n")
+    assert "\x1b" not in text
+    assert MOST_PRINTED <= len(text) < 2 * MOST_PRINTED
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_reward_may_say_that_it_cannot_score_and_print_and_read_its_input(pool):
