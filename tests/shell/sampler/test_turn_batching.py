@@ -331,7 +331,7 @@ def test_a_row_whose_worker_was_lost_is_unscorable_whatever_the_knob_says_and_th
     rollout = lost.sample(problems(["aT 7", "7"]), 3, key=KEY)
     ended = [turns[-1] for turns in rollout.turns]
     assert any("worker died" in turn.error for turn in ended)
-    expected = {None} if kind == "start" else {None, 0.0}  # of a turn that was cut nobody was asked
+    expected = {None} if kind == "start" else {None, 0.0}  # a turn that was cut asks no environment
     assert {turn.reward for turn in ended} <= expected
     assert {turn.reward for turn in ended if turn.error} == {None}
     assert re.fullmatch(r"talk, problem 100\b.*unscorable.*killed by SIGKILL", lost.environments.complaints[0])
