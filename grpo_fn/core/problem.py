@@ -87,13 +87,15 @@ class Program(NamedTuple):
     """Code to be run and judged. `sources` run one after the other in one module; then `setup` and `tests`, kept apart
     from it, of which each test holds when it runs without an exception.
 
-    `names` are what setup and tests need of the program. `setup` and `tests` are trusted, `sources` are not.
+    `names` are what setup and tests need of the program; the `classes` among them say what is `in` their objects.
+    `setup` and `tests` are trusted, `sources` are not.
     """
 
     sources: tuple[str, ...]
     setup: str
     tests: tuple[str, ...]
     names: tuple[str, ...]
+    classes: tuple[str, ...] = ()
 
 
 class Ran(NamedTuple):

@@ -32,13 +32,15 @@ Runner = Callable[[Program], Ran]
 # Possessive, so that no line takes more than linear time.
 _FENCE = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^`]*+")
 _PYTHON = {"python", "python3", "py"}
+_ITEM = re.compile(r"[ \t]*+(?:[-*+]|[0-9]{1,9}[.)])[ \t]{1,4}")  # of a list
+_DEFINES = r"^(?:(?:async[ \t]+)?def|class)[ \t]+(?:{0})\b|^(?:{0})[ \t]*(?::[^=\n]*)?=(?!=)"
 
 
 def all_tests_pass(problem: Problem, completion: Completion, *, run: Runner) -> float | None:
     """1 iff the program passes every test, proven by the sandbox, else 0; None for tests that no program can pass.
 
     Those are: none at all, tests that do not parse, and tests whose own objects cannot be handed to a program. The
-    program is `program_of(completion.text)`; an empty one is wrong.
+    program is `program_of` the completion and the names that the tests ask for; an empty one is wrong.
     """
     ran = run_against_tests(problem, completion, run)
     if ran is None or (None in ran.verdicts and False not in ran.verdicts):
@@ -60,31 +62,46 @@ def share_of_tests(problem: Problem, completion: Completion, *, run: Runner) -> 
     return ReasonedScore(sum(map(bool, ran.verdicts)) / len(ran.verdicts), ran.reason)
 
 
-def program_of(text: str) -> str:
-    """The program in a completion: the last fenced block marked python, or else the last fenced block, or else it all.
+def program_of(text: str, names: Sequence[str]) -> str:
+    """The program in a completion: of its fenced blocks, the last that defines one of the names.
 
-    A fence is a line of at least three backquotes or tildes, closed by a line of as many of the same, or by the end of
-    the text. A block loses the indentation of its fence.
+    Without one, it is the last block marked python, or else the last block, or else the whole text. What is marked as
+    another language is not looked at for names. A fence is a line of at least three backquotes or tildes, closed by a
+    line of as many of the same, or by the end of the text. One that is indented by more than three blanks, from the
+    margin or the item of a list that it stands in, or from the fence that it would close, is text. A block loses the
+    indentation of its fence.
     """
     blocks = list(_blocks(text.splitlines(keepends=True)))
     marked = [code for language, code in blocks if language.lower() in _PYTHON]
-    return (marked or [code for _, code in blocks] or [text])[-1]
+    defines = re.compile(_DEFINES.format("|".join(map(re.escape, names)) or r"(?!)"), re.MULTILINE)
+    defining = [code for mark, code in blocks if mark.lower() in {*_PYTHON, ""} and defines.search(code)]
+    return (defining or marked or [code for _, code in blocks] or [text])[-1]
 
 
 def _blocks(lines: Iterable[str]) -> Iterable[tuple[str, str]]:
     """(what the fence is marked with, code) of each block."""
     indent, closing, language, code = "", "", "", []
+    margin = 0  # columns before the text of the list's item
     for line in lines:
         fence = _FENCE.fullmatch(line)
-        if closing and fence and fence[2].startswith(closing) and not fence[3]:
+        depth = _depth(fence[1]) if fence else 0
+        if closing and fence and fence[2].startswith(closing) and not fence[3] and depth <= _depth(indent) + 3:
             yield language, "".join(code)
             closing = ""
         elif closing:
             code.append(line.removeprefix(indent))
-        elif fence:
+        elif fence and depth <= margin + 3:
             indent, closing, language, code = fence[1], fence[2], fence[3], []
+        elif item := _ITEM.match(line):
+            margin = _depth(item[0])
+        elif line.strip() and not line[0].isspace():
+            margin = 0
     if closing:
         yield language, "".join(code)
+
+
+def _depth(blanks: str) -> int:
+    return len(blanks.expandtabs(4))
 
 
 class _Tests(NamedTuple):
@@ -93,6 +110,7 @@ class _Tests(NamedTuple):
     imports: str  # of the setup, which the program finds done
     setup: str
     names: tuple[str, ...]
+    classes: tuple[str, ...]  # of the names: what the reference defines as one, else by their capital letter
 
 
 def run_against_tests(problem: Problem, completion: Completion, run: Runner) -> Ran | None:
@@ -101,10 +119,10 @@ def run_against_tests(problem: Problem, completion: Completion, run: Runner) -> 
     judged = _judged(tests, problem.meta.get("setup", ""), problem.answer)
     if not tests or judged is None:
         return None
-    program = program_of(completion.text)
+    program = program_of(completion.text, judged.names)
     if not program.strip():
         return Ran((False,) * len(tests), False, "no program", "", 0.0)
-    return run(Program((judged.imports, program), judged.setup, tests, judged.names))
+    return run(Program((judged.imports, program), judged.setup, tests, judged.names, judged.classes))
 
 
 @lru_cache(maxsize=1024)
@@ -130,7 +148,10 @@ def _judged(tests: Sequence[str], setup: str, reference: str) -> _Tests | None:
         elif not hasattr(builtins, name):
             names.append(name)
     done = "\n".join(_imports(trees[0] or theirs).values())
-    return _Tests(done, "\n".join([*sorted(setup_imports), setup]), tuple(sorted(names)))
+    classes = {node.name for node in theirs.body if isinstance(node, ast.ClassDef)}
+    classes |= {name for name in names if name[0].isupper() and name not in defined}
+    classes &= {*names}
+    return _Tests(done, "\n".join([*sorted(setup_imports), setup]), tuple(sorted(names)), tuple(sorted(classes)))
 
 
 def _parsed(code: str) -> ast.Module | None:

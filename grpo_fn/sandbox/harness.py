@@ -70,12 +70,13 @@ class Report:
 
 def run_tests(task, channel, report):
     """Load the program, run the setup, then every test, and report each test's verdict as it comes."""
-    peer = Peer(channel.read, channel.write, {"call": PROGRAM_OPS["call"]}, callable)
+    peer = Peer(channel.read, channel.write, {name: PROGRAM_OPS[name] for name in ("call", "hash")}, callable)
     space = {"__name__": "tests"}
 
     def fill_namespace():  # with what the tests need of the program's, then with what the setup makes of it
         found = peer.ask("load", task["sources"], task["names"])
         space.update((name, found[name]) for name in task["names"] if name in found)
+        peer.classes += [found[name] for name in task["classes"] if name in found]
         exec_code(task["setup"], space)
 
     ready = test_holds(fill_namespace, channel, report)

@@ -129,6 +129,9 @@ class Remote:
     def __instancecheck__(self, value):
         return self.__peer.ask("isinstance", value, self) is True
 
+    def __subclasscheck__(self, kind):
+        return self.__peer.ask("issubclass", kind, self) is True
+
     def __eq__(self, other):
         """Another object of its own side it may be compared with there; a plain value only as the plain value it is."""
         if isinstance(other, Remote):
@@ -136,7 +139,23 @@ class Remote:
         return self.__holds and _plain(self.__peer.ask("held", self)) == other
 
     def __hash__(self):
-        return hash(_plain(self.__peer.ask("held", self))) if self.__holds else self.__number
+        """As of the plain value that it holds, or what its own side says: equal objects have equal ones."""
+        return hash(_plain(self.__peer.ask("held", self))) if self.__holds else self.__peer.ask("hash", self)
+
+    def __contains__(self, item):
+        """As its class says if the problem names it; else what it goes through, or all would be in what holds all."""
+        if any(self.__peer.ask("isinstance", self, kind) is True for kind in self.__peer.classes):
+            return self.__peer.ask("contains", self, item) is True
+        return any(item == held for held in self)
+
+    def __exit__(self, kind, error, trace):
+        return self.__peer.ask("exit", self, *(("", "") if error is None else _described(error))) is True
+
+    def __deepcopy__(self, memo):
+        return self.__peer.ask("deepcopy", self)
+
+    def __mro_entries__(self, bases):
+        raise Unsendable("got a class that is derived from the program's, expected plain data or a function")
 
 
 def _plain(value):
@@ -148,7 +167,9 @@ def _of_its_side(name):
     return lambda self, /, *args, **kwargs: self._Remote__peer.ask(name, self, *args, **kwargs)
 
 
-for _name in ("call", "getattr", "setattr", "getitem", "setitem", "len", "bool", "str", "iter", "next"):
+for _name in ("call", "getattr", "setattr", "delattr", "getitem", "setitem", "delitem", "len", "bool"):
+    setattr(Remote, f"__{_name}__", _of_its_side(_name))
+for _name in ("str", "repr", "format", "iter", "next", "reversed", "neg", "pos", "abs", "invert", "enter", "copy"):
     setattr(Remote, f"__{_name}__", _of_its_side(_name))
 
 
@@ -163,7 +184,23 @@ def _of_one_side(name):
     return operate
 
 
-OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "and_", "or_", "xor", "lt", "le", "gt", "ge")
+OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and_",
+    "or_",
+    "xor",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+)
 for _name in OPERATORS:
     setattr(Remote, f"__{_name.rstrip('_')}__", _of_one_side(_name))
 
@@ -188,6 +225,7 @@ class Peer:
     def __init__(self, read, write, ops, lends):
         self.read, self.write, self.ops, self.lends = read, write, ops, lends
         self.lent, self.number_of = [], {}
+        self.classes = []  # of the other end's, whose objects are asked what is in them
 
     def ask(self, op, /, *args, **kwargs):
         """What `op` of the arguments is at the other end; raises what it raised there."""
@@ -291,6 +329,12 @@ def _exception(base, text, *, stops):
         return kind(text) if known else RuntimeError(f"{base}: {text}")
     except TypeError:  # the UnicodeErrors want more than a text
         return RuntimeError(f"{base}: {text}")
+
+
+def _raised(base, text):
+    """The arguments of `__exit__` for an exception of the other side's, or for none."""
+    error = _exception(base, text, stops=False) if base else None
+    return (None if error is None else type(error)), error, None
 
 
 # -- the judge's end of the pipes to the program: keeps the time, counts what comes, and notices who is gone
@@ -418,6 +462,12 @@ def write_all(fd, data):
 PROGRAM_OPS = {
     "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
     "held": lambda value: held_type(value)(value),
-    **{op.__name__: op for op in (getattr, setattr, len, bool, str, iter, next, isinstance)},
-    **{name: getattr(operator, name) for name in ("getitem", "setitem", "eq", *OPERATORS)},
+    "enter": lambda value: type(value).__enter__(value),
+    "exit": lambda value, base, text: type(value).__exit__(value, *_raised(base, text)),
+    "copy": lambda value: __import__("copy").copy(value),
+    "deepcopy": lambda value: __import__("copy").deepcopy(value),
+    **{op.__name__: op for op in (getattr, setattr, delattr, len, bool, str, repr, format, iter, next, reversed)},
+    **{op.__name__: op for op in (hash, abs, isinstance, issubclass)},
+    **{name: getattr(operator, name) for name in ("getitem", "setitem", "delitem", "contains", "neg", "pos", "invert")},
+    **{name: getattr(operator, name) for name in ("eq", *OPERATORS)},
 }

@@ -31,38 +31,57 @@ def fenced(language, body, fence="```", indent=""):
 
 @given(CODE)
 def test_without_a_fence_the_text_itself_is_the_program(text):
-    assert code.program_of(text) == text
+    assert code.program_of(text, ()) == text
 
 
 @given(CODE, MARK, BLOCK, FENCE, st.lists(st.tuples(OTHER | MARK, BLOCK)), st.lists(st.tuples(OTHER, BLOCK)))
 def test_the_last_block_marked_python_is_the_program(talk, mark, body, fence, before, after):
     blocks = [fenced(*block) for block in before], [fenced(*block) for block in after]
     text = f"\n{talk}\n".join([*blocks[0], fenced(mark, body, fence), *blocks[1]])
-    assert code.program_of(text) == body
+    assert code.program_of(text, ()) == body
 
 
 @given(BLOCK, st.lists(st.tuples(OTHER, BLOCK)), OTHER)
 def test_without_such_a_mark_the_last_block_is(body, before, mark):
-    assert code.program_of("talk\n".join([*[fenced(*block) for block in before], fenced(mark, body)])) == body
+    assert code.program_of("talk\n".join([*[fenced(*block) for block in before], fenced(mark, body)]), ()) == body
 
 
 @given(BLOCK, st.sampled_from(["  ", "\t", "    "]))
 def test_a_block_in_a_list_loses_the_indentation_of_its_fence(body, indent):
-    assert code.program_of("1. So:\n" + fenced("python", body, indent=indent)) == body
+    assert code.program_of("1. So:\n" + fenced("python", body, indent=indent), ()) == body
+
+
+@given(
+    BLOCK,
+    st.lists(st.tuples(OTHER | MARK, BLOCK)),
+    st.sampled_from(["def f(x):", "async def f(x):", "class f:", "f ="]),
+)
+def test_the_last_block_that_defines_a_name_of_the_tests_is_the_program(body, after, definition):
+    blocks = [fenced("python", f"{definition} 1\n{body}"), *(fenced(*block) for block in after)]
+    text = "talk\n".join(["```\nf(1)\n```\n", fenced("", "def f(x): return 0\n"), *blocks])
+    assert code.program_of(text, ("g", "f")) == f"{definition} 1\n{body}"
+    assert code.program_of(text + fenced("c++", "class f:\n"), ("f",)) == f"{definition} 1\n{body}"
+    assert code.program_of(text + fenced("py", "f(1) == 2\n"), ("f",)) == f"{definition} 1\n{body}"
+
+
+def test_a_fence_indented_by_more_than_three_blanks_is_text():
+    body = 'def f():\n    """\n    ```\n    f()\n    ```\n    """\n'
+    assert code.program_of(fenced("python", body), ()) == body
+    assert code.program_of("So:\n\n    ```python\n    x\n    ```\n" + fenced("", "y\n"), ()) == "y\n"
 
 
 @given(BLOCK)
 def test_a_block_that_never_closes_runs_to_the_end(body):
-    assert code.program_of(f"So:\n```python\n{body}") == body
+    assert code.program_of(f"So:\n```python\n{body}", ()) == body
 
 
 def test_a_longer_fence_holds_a_shorter_one():
     body = 'def f():\n    """\n    ```\n    f()\n    ```\n    """\n'
-    assert code.program_of(fenced("python", body, "````")) == body
+    assert code.program_of(fenced("python", body, "````"), ()) == body
 
 
 def test_windows_line_ends_stay_within_the_program():
-    assert code.program_of("So:\r\n```python\r\nx = 1\r\ny = 2\r\n```\r\n") == "x = 1\r\ny = 2\r\n"
+    assert code.program_of("So:\r\n```python\r\nx = 1\r\ny = 2\r\n```\r\n", ()) == "x = 1\r\ny = 2\r\n"
 
 
 HOSTILE_TEXTS = {
@@ -76,7 +95,7 @@ HOSTILE_TEXTS = {
 @pytest.mark.parametrize("text", HOSTILE_TEXTS.values(), ids=HOSTILE_TEXTS.keys())
 def test_the_program_is_found_in_linear_time(text):
     start = time.process_time()
-    assert isinstance(code.program_of(text), str)
+    assert isinstance(code.program_of(text, ()), str)
     assert time.process_time() - start < 2.0
 
 

@@ -333,6 +333,49 @@ def test_tests_may_use_the_programs_classes_and_functions_of_their_own(isolation
     assert (ran.verdicts, ran.proven) == ((True, True, None), True)
 
 
+BOX = """
+class Box:
+    def __init__(self, n): self.n, self.open = n, False
+    def __repr__(self): return f"Box({self.n})"
+    def __contains__(self, n): return n == self.n
+    def __eq__(self, other): return self.n == other.n
+    def __hash__(self): return hash(self.n)
+    def __neg__(self): return Box(-self.n)
+    def __abs__(self): return Box(abs(self.n))
+    def __delitem__(self, n): self.n -= n
+    def __enter__(self): self.open = True; return self
+    def __exit__(self, kind, error, trace): self.open = False; self.error = repr(error); return kind is KeyError
+"""
+OF_A_BOX = {
+    "assert repr(Box(1)) == f'{Box(1)!r}' == 'Box(1)'": True,
+    "assert 1 in Box(1) and 2 not in Box(1)": True,
+    "assert hash(Box(1)) == hash(Box(1)) and {Box(1): 2}[Box(1)] == 2 and len({Box(1), Box(1), Box(2)}) == 2": True,
+    "assert -Box(1) == Box(-1) and abs(Box(-1)) == Box(1)": True,
+    "b = Box(3)\ndel b[1]\ndel b.open\nassert b.n == 2 and not hasattr(b, 'open')": True,
+    "with Box(1) as b:\n    assert b.open\nassert not b.open and b.error == 'None'": True,
+    "with Box(1) as b:\n    raise KeyError('k')\nassert 'KeyError' in b.error": True,
+    "with Box(1):\n    raise ValueError('v')": False,
+    "import copy\nb = Box(1)\nc, d = copy.copy(b), copy.deepcopy(b)\nc.n = d.n = 5\nassert b.n == 1 and c == d": True,
+    "class Small(Box):\n    pass\nassert Small(1).n == 1": None,
+}
+
+
+def test_a_class_is_judged_by_what_its_objects_can_do_and_one_derived_from_it_is_unscorable():
+    ran = sandbox.run_program(Program(("", BOX), "", tuple(OF_A_BOX), ("Box",), ("Box",)), **KNOBS, isolation=most())
+    assert dict(zip(OF_A_BOX, ran.verdicts, strict=True)) == OF_A_BOX
+    assert ran.proven
+
+
+def test_nothing_is_in_an_answer_that_holds_everything():
+    source = "class f:\n    def __init__(self, n): pass\n    def __contains__(self, n): return True\n"
+    run = partial(sandbox.run_program, **KNOBS, isolation=most())
+    problem = Problem(0, "?", "def f(n): return [n]", {"tests": ["assert 5 in f(5)"]})
+    assert code.all_tests_pass(problem, Completion(source, 1, False), run=run) == 0.0
+    assert code.all_tests_pass(problem, Completion(problem.answer, 1, False), run=run) == 1.0
+    boxes = Problem(0, "?", "", {"tests": ["assert 5 in Box(5)"]})
+    assert code.all_tests_pass(boxes, Completion(BOX, 1, False), run=run) == 1.0
+
+
 def test_a_test_that_catches_everything_does_not_hide_a_program_that_is_gone(isolation):
     test = "try:\n    f(1)\nexcept BaseException:\n    pass"
     ran = run(isolation, WRONG["exits for good when asked"], tests=(test, "assert True"))
@@ -536,9 +579,12 @@ def test_an_ordinary_user_gets_the_same_verdicts(every):
     if not os.path.exists(python):
         pytest.skip(f"NOT TESTED as an ordinary user: no {python}, which such a user could start")
     root = Path(__file__).parents[2]
-    here = root / "tests" / "helpers"
     text = ORDINARY.format(
-        project=str(root), here=str(here), knobs=KNOBS | {"wall_seconds": 3.0}, every=every, always=ALWAYS
+        project=str(root),
+        here=str(Path(__file__).parent),
+        knobs=KNOBS | {"wall_seconds": 3.0},
+        every=every,
+        always=ALWAYS,
     )
     said = subprocess.run(
         [python, "-"], input=text, text=True, capture_output=True, user=65534, group=65534, extra_groups=[]

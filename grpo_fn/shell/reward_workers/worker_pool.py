@@ -59,7 +59,7 @@ class PrintedText:
         self._left = MOST_SHOWN if path is None else MOST_PRINTED
 
     def add(self, data: bytes) -> None:
-        """Keep what is left room for; from any thread."""
+        """Keep the data up to the limit; from any thread."""
         with self._lock:
             if not self._left:
                 return
