@@ -108,7 +108,7 @@ def opening_lines(settings: Settings, checked: ValidatedPlan, run_dir: Path, dev
     else:
         completions = f"{algorithm.group_size} completions of up to {longest_completion(settings)} tokens"
         step, graded = f"{algorithm.prompts} prompts x {completions}", f", rewarded by {', '.join(checked.parts)}"
-    seconds = "" if isinstance(algorithm, Stage) else "; the first evaluation tells roughly how long they take"
+    seconds = "" if isinstance(algorithm, Stage) else "; the first evaluation shows about how long they take"
     if device is None or device.type == "cuda":
         parts = device_step(settings, checked, (1, 1, 1))[0]
         each = sampling_seconds(parts) + training_seconds(parts)
