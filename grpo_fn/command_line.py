@@ -153,16 +153,21 @@ def package_version() -> str:
 
 
 def launcher_command(ranks: int) -> str:
-    """The start of a command on so many ranks of all hosts: `python`, or `torchrun` with this launch's."""
+    """What starts a run on so many ranks of all hosts: the command that the user typed, or this launch's `torchrun`."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     hosts = f"--nnodes {ranks // here} " if ranks > here else ""
-    return "python" if ranks == 1 else f"torchrun {hosts}--nproc-per-node {here}"
+    return program_name("grpo_fn.run") if ranks == 1 else f"torchrun {hosts}--nproc-per-node {here} -m grpo_fn.run"
 
 
 def resume_command(run_dir: Path, ranks: int) -> str:
     """The command that resumes a run, whatever it was started with: its folder holds the configuration."""
-    words = ["--gin_file", str(run_dir / "config.gin"), "--run_dir", str(run_dir)]
-    return f"{launcher_command(ranks)} -m grpo_fn.run {shlex.join(words)}"
+    words = [*run_words([str(run_dir / "config.gin")], []), "--run_dir", str(run_dir)]
+    return f"{launcher_command(ranks)} {shlex.join(words)}"
+
+
+def run_words(gin_files: Sequence[str], gin_params: Sequence[str]) -> list[str]:
+    """Gin files and bindings as words of `grpo_fn run`."""
+    return [*gin_files, *(word for param in gin_params for word in ("--set", param))]
 
 
 def free_folder(first: Path) -> Path:

@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the findings; returns the exit code, that of the worst of them."""
     args = flags().parse_args(argv)
     if args.gin_param and not args.gin_file:
-        flags().error("--gin_param: expected --gin_file with it, got none")
+        flags().error("--set: got it without a gin file, expected one")
     return exit_code(partial(report_machine, args), interrupted="interrupted")
 
 

@@ -22,6 +22,8 @@ from grpo_fn.command_line import (
     first_on_host,
     free_folder,
     launcher_command,
+    program_name,
+    run_words,
 )
 
 
@@ -94,21 +96,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command_again(args: argparse.Namespace) -> str:
     """The command that resumes in the run folder, also where that was named by the time; with the launcher."""
     launcher = launcher_command(int(os.environ.get("WORLD_SIZE", 1)))
-    return f"{launcher} -m grpo_fn.run {shlex.join([*configuration(args), '--run_dir', str(args.run_dir)])}"
-
-
-def configuration(args: argparse.Namespace) -> list[str]:
-    """The words of the command line that name files and bindings."""
-    files, params = ([("--gin_file", x) for x in args.gin_file], [("--gin_param", x) for x in args.gin_param])
-    return [word for pair in (*files, *params) for word in pair]
+    return f"{launcher} {shlex.join([*run_words(args.gin_file, args.gin_param), '--run_dir', str(args.run_dir)])}"
 
 
 def start_command(args: argparse.Namespace) -> str:
     """The command that starts what a dry run was about."""
     hosts = f"--nnodes {args.hosts} " if args.hosts > 1 else ""
-    launcher = "python" if args.ranks == 1 else f"torchrun {hosts}--nproc-per-node {args.ranks // args.hosts}"
-    words = [*configuration(args), *(("--run_dir", str(args.run_dir)) if args.run_dir else ())]
-    return f"{launcher} -m grpo_fn.run {shlex.join(words)}"
+    ranks = f"torchrun {hosts}--nproc-per-node {args.ranks // args.hosts} -m grpo_fn.run"
+    words = [*run_words(args.gin_file, args.gin_param), *(("--run_dir", str(args.run_dir)) if args.run_dir else ())]
+    return f"{program_name('grpo_fn.run') if args.ranks == 1 else ranks} {shlex.join(words)}"
 
 
 def launch_training(args: argparse.Namespace, ready: str) -> int:
@@ -121,7 +117,7 @@ def launch_training(args: argparse.Namespace, ready: str) -> int:
             print(f"reading {', '.join(args.gin_file)}", flush=True)
     from grpo_fn.config import load_config
 
-    config = load_config(args.gin_file, args.gin_param)
+    config = load_config(args.gin_file, args.gin_param, check_paths=True)
     kwargs = config.kwargs()
     from grpo_fn.train import EngineRefused, RunRequest, launch
 

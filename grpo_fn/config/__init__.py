@@ -1,8 +1,9 @@
 """The door for configuration: gin files in, plain keyword arguments out, and a text that launches the same run again.
 
-gin serves as a grammar and a table of bindings (`parse.parse_gin`; `parse` alone imports it); nothing of it outlives
-`load_config`: no live reference, no lock, no scope. Then references, scopes and macros are resolved and every name is
-checked, the result is frozen into plain `functools.partial`s (`resolve`) and written down (`dump`).
+gin serves as a grammar (`parse`, which alone imports it): no live reference, no lock, no scope. References, scopes and
+macros are resolved and every name is checked twice with the same code: against the source of the modules (`source`), so
+that a typo is reported before torch is imported, and against the functions themselves. The result is frozen into plain
+`functools.partial`s (`resolve`) and written down (`dump`).
 
 A later binding beats an earlier one; `@scope/f` takes the knobs bound for `f`, then those for `scope/f`; a reference
 without a scope inherits that of the function whose knob it is: all as in gin. Two things are simpler than in gin: a
@@ -14,24 +15,29 @@ import importlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_fn.config.parse import parse_gin
+from grpo_fn.config.parse import declared_bindings, imported_bindings, parse_gin, read_gin
 from grpo_fn.config.resolve import (
     Bindings,
     Macro,
     Node,
     Reference,
+    complain,
     fill_macros,
     freeze,
+    full_name,
     functions,
+    gin_name,
     knobs_of,
     resolve,
     used_macros,
     value_fingerprint,
 )
+from grpo_fn.config.source import Sources
+from grpo_fn.core.display_text import suggest_name
 
 __all__ = ["Config", "freeze", "load_config", "parse_gin", "value_fingerprint"]
 
@@ -58,7 +64,12 @@ class Config:
 
 
 def load_config(
-    gin_files: Sequence[str], gin_params: Sequence[str], *, root: str = ROOT, taker: str | None = None
+    gin_files: Sequence[str],
+    gin_params: Sequence[str],
+    *,
+    root: str = ROOT,
+    taker: str | None = None,
+    check_paths: bool = False,
 ) -> Config:
     """Read gin files, then `NAME=VALUE` parameters on top, and check everything that the root would receive.
 
@@ -67,10 +78,14 @@ def load_config(
     fingerprint does not count, and `MACROS = {name: knob}`: a macro that is bound nowhere has the value of that knob,
     so that a file laid over others need not know whether they use one. A `taker` is another function that takes some of
     the root's knobs, under their names: it needs no bindings for it, only what it takes is resolved and called, and
-    the rest may be unbound.
-    Raises ValueError, listing all that is missing or wrong at once, or FileNotFoundError.
+    the rest may be unbound. With `check_paths` data and models of the run that are paths have to be there.
+    Raises ValueError, listing all that is missing or wrong at once, or FileNotFoundError; as far as the source of the
+    modules tells, before any of them is imported.
     """
-    bindings = parse_gin(gin_files, gin_params)
+    sources = Sources()
+    text = read_gin(gin_files, gin_params, sources)
+    check_declared(declared_bindings(text, sources), sources, root, taker or root, check_paths=check_paths)
+    bindings = imported_bindings(text)
     module, target = import_function(root)
     fill_macros(bindings, getattr(module, "MACROS", {}))
     knobs_taken = knobs_of(target if taker is None else import_function(taker)[1])
@@ -84,6 +99,21 @@ def load_config(
     ]
     fingerprints = dict.fromkeys(map(value_fingerprint, counted))
     return Config(node, dump(placed), "/".join(fingerprints), collect_hparams(bindings))
+
+
+def check_declared(bindings: Bindings, sources: Sources, root: str, taker: str, *, check_paths: bool) -> None:
+    """Resolve the bindings of functions as their source declares them. Raises ValueError for what is wrong by then."""
+    target, taking = (sources.function(*split_name(name)) for name in (root, taker))
+    fill_macros(bindings, sources.constant(split_name(root)[0], "MACROS", {}))
+    node = resolve(bindings, target, knobs_of(taking))
+    if check_paths:
+        complain([*missing_paths(node)])
+
+
+def split_name(name: str) -> tuple[str, list[str]]:
+    """The module of `package.module.function`, and the function."""
+    module, _, function = name.rpartition(".")
+    return module, [function]
 
 
 def import_function(name: str) -> tuple[Any, Callable[..., Any]]:
@@ -205,6 +235,35 @@ def with_absolute_paths(bindings: Bindings) -> Bindings:
         for key, bound in bindings.knobs.items()
     }
     return replace(bindings, knobs=knobs, macros=macros)
+
+
+def missing_paths(value: Any) -> Iterator[str]:
+    """A line for each knob for data, a path or the run's model that names what is not there.
+
+    A relative name of a model may be a hub's, an address is no path, and a pattern is its reader's business.
+    """
+    match value:
+        case Node(target=target, knobs=knobs):
+            for knob, item in knobs.items():
+                is_model = knob == "model" and full_name(target) == ROOT
+                if isinstance(item, str) and (knob in ("data", "path") or (is_model and item[:1] in ("/", ".", "~"))):
+                    yield from path_problem(f"{gin_name(target)}.{knob}", item)
+                yield from missing_paths(item)
+        case dict():
+            yield from missing_paths([*value.values()])
+        case list() | tuple():
+            for item in value:
+                yield from missing_paths(item)
+
+
+def path_problem(label: str, text: str) -> Iterator[str]:
+    """That a path does not exist, with the near name in its folder."""
+    path = os.path.expanduser(text)
+    if "://" in text or glob.has_magic(text) or os.path.exists(path):
+        return
+    folder, name = os.path.split(path.rstrip("/"))
+    near = suggest_name(name, os.listdir(folder or ".")) if os.path.isdir(folder or ".") else ""
+    yield f"{label}: got {text!r}, which does not exist, expected a file or folder{near}"
 
 
 def is_relative_path(text: str) -> bool:

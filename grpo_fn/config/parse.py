@@ -1,22 +1,28 @@
-"""gin files and command-line parameters to Bindings. The only file that imports gin.
+"""gin files and command-line parameters to Bindings. The only file that imports gin, and for its grammar alone.
 
-gin-config is pinned, so its tables `_CONFIG` and `_REGISTRY` are read directly.
+A text is read first (`read_gin`); then its names become functions: as the source of their modules declares them
+(`declared_bindings`, without importing a module), or themselves (`imported_bindings`).
 """
 
-import importlib.util
-import os.path
+import importlib
 import re
 import sys
 import tokenize
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import gin
-from gin import config_parser
-from gin.config_parser import BindingStatement, BlockDeclaration, ConfigParser, ImportStatement, IncludeStatement
+from gin.config_parser import (
+    BindingStatement,
+    BlockDeclaration,
+    ConfigParser,
+    ImportStatement,
+    IncludeStatement,
+    ParserDelegate,
+)
 
 from grpo_fn.config.resolve import (
     Bindings,
@@ -29,7 +35,9 @@ from grpo_fn.config.resolve import (
     functions,
     knobs_of,
     search_folder,
+    signature,
 )
+from grpo_fn.config.source import Sources, check_module, module_place, named_attribute, takes_text
 from grpo_fn.core.display_text import suggest_name
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -40,93 +48,149 @@ DYNAMIC_LINE = "from __gin__ import dynamic_registration"
 NAME = re.compile(r"([A-Za-z_]\w*/)*([A-Za-z_]\w*\.)*[A-Za-z_]\w*")
 OPENERS = ("'", '"', "[", "{", "(", "@", "%")  # a value that starts like a literal is never taken for a bare string
 
-gin.add_config_file_search_path(str(GIN_FOLDER))  # the current directory comes first
-# Only plain files. gin's other reader searches sys.path: at every path it misses it logs an error, which gives the root
-# logger a handler, and on Python 3.11 it fails unless importlib.util happens to be loaded.
-gin.config._FILE_READERS[:] = [(open, os.path.isfile)]
+Imports = Mapping[str, ImportStatement]  # by the name that each binds
+Target = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Mention:
+    """`@scope/selector`, or `@scope/selector()` when `call`, and the imports that give it a meaning."""
+
+    selector: str
+    scope: tuple[str, ...]
+    call: bool
+    imports: Imports
+
+    @property
+    def place(self) -> tuple[str, list[str]]:
+        """The module that the first name stands for, and the names after it."""
+        first, *names = self.selector.split(".")
+        if first not in self.imports:
+            raise ValueError(
+                f"got {self.selector}, expected a module that this file imports: {comma_list(sorted(self.imports))}"
+                f"{suggest_name(first, self.imports)}"
+            )
+        line = self.imports[first]
+        return (line.module if line.is_from or line.alias else first), names
+
+
+@dataclass(frozen=True)
+class Statement:
+    """`scope/owner.name = value` as it is written; without an owner a macro, without a name the head of a block."""
+
+    at: str  # file:line, or the flag
+    scope: str
+    owner: Mention | None
+    name: str
+    value: Any  # with Mention and Macro in it
+    flag: str = ""  # of the command line
+
+
+@dataclass
+class GinText:
+    """What files and parameters say, before any name of a function has a meaning."""
+
+    statements: list[Statement] = field(default_factory=list)
+    imports: list[tuple[ImportStatement, str]] = field(default_factory=list)  # with the place of each
+    bound_at: dict[str, str] = field(default_factory=dict)  # as in Bindings, as the next two
+    used_at: dict[str, str] = field(default_factory=dict)
+    from_params: set[str] = field(default_factory=set)
+    param_lines: list[str] = field(default_factory=list)  # the parameters as lines of gin
+    param_imports: set[str] = field(default_factory=set)  # the import lines that they need
 
 
 def parse_gin(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
-    """Everything the files bind, then the parameters on top, with every module, function and knob name checked.
+    """Everything the files bind, then the parameters on top, with every module, function and knob name checked."""
+    sources = Sources()
+    text = read_gin(gin_files, gin_params, sources)
+    declared_bindings(text, sources)
+    return imported_bindings(text)
 
-    gin keeps its state in the module; it is empty again when this returns or raises.
-    """
+
+def read_gin(gin_files: Sequence[str], gin_params: Sequence[str], sources: Sources) -> GinText:
+    """The statements of files and parameters. Nothing is imported; syntax errors show first."""
     search_folder(Path.cwd())
     if (GIN_FOLDER.parent / "experiments").is_dir():
         search_folder(GIN_FOLDER.parent)  # gin files of a clone import experiments/tiny, wherever they run
-    bindings, imports = Bindings(), []
+    text = GinText()
     for file in gin_files:
-        scan_imports(file, (), bindings, imports)
-    statements = [param_statement(param, bindings, imports) for param in gin_params]  # before modules are imported
-    gin.clear_config()
-    try:
-        for file in gin_files:
-            parse(gin.parse_config_file, file, "")
-        for param, statement in zip(gin_params, statements, strict=True):
-            parse_param(param, statement, bindings)
-        for (scope, selector), knobs in gin.config._CONFIG.items():
-            target = wrapped_function(selector)
-            values = {knob: plain_value(value) for knob, value in knobs.items()}
-            if target is gin.config.macro:
-                bindings.macros[scope] = values["value"]
-            else:
-                bindings.knobs[scope, target] = values
-    finally:
-        gin.clear_config()
+        read_file(file, (), text)
+    for param in gin_params:
+        text.statements.append(param_statement(param, text, sources))
+    return text
+
+
+def declared_bindings(text: GinText, sources: Sources) -> Bindings:
+    """The bindings of functions as their modules' source declares them; one of a loaded module is itself.
+
+    Raises ValueError for a module that is not there, a name that it does not have, a knob that a function has not.
+    """
+    for line, at in text.imports:
+        try:
+            check_module(line.module)
+        except ValueError as error:
+            raise ValueError(f"{at}: {error}{of_clone(line.module)}") from error
+    return bind(text, lambda mention: sources.function(*mention.place))
+
+
+def imported_bindings(text: GinText) -> Bindings:
+    """The bindings of the functions themselves: every module is imported. Raises ValueError as declared_bindings."""
+    for line, at in text.imports:
+        try:
+            importlib.import_module(line.module)
+        except Exception as error:
+            raise ValueError(f"{at}: {import_problem(error)}{of_clone(line.module)}") from error
+
+    def target(mention: Mention) -> Target:
+        module, names = mention.place
+        found = named_attribute(sys.modules[module], names)
+        if not callable(found):
+            raise ValueError(f"got {found!r}, expected a function or class of a module")
+        return found
+
+    bindings = bind(text, target)
     complain([problem for target in functions(bindings) for problem in lookup_problem(target)])
-    labels = {key: "/".join(filter(None, [key[0], full_name(key[1])])) for key in bindings.knobs}
-    complain([p for key, knobs in bindings.knobs.items() for p in bad_names(labels[key], key[1], knobs)])
     return bindings
 
 
-def overlay_text(gin_files: Sequence[str], gin_params: Sequence[str]) -> str:
-    """The files with the parameters on top as one gin file that includes them; imports none of their modules.
+def bind(text: GinText, target: Callable[[Mention], Target]) -> Bindings:
+    """The bindings that the statements make, a later one in the place of an earlier."""
+    bindings = Bindings(bound_at=text.bound_at, used_at=text.used_at, from_params=text.from_params)
 
-    Raises ValueError for a syntax error, for a parameter of another form and for one of a module that there is not.
-    """
-    bindings, imports = Bindings(), []
-    for file in gin_files:
-        scan_imports(file, (), bindings, imports)
-    lines = [param_statement(param, bindings, imports).split("\n") for param in gin_params]
-    needed = sorted({line for _, *needed, _ in lines for line in needed})
-    includes = [f'include "{file}"' for file in gin_files]
-    return "\n".join([DYNAMIC_LINE, *needed, "", *includes, "", *(line[-1] for line in lines)]) + "\n"
+    def plain(value: Any) -> Any:
+        match value:
+            case Mention():
+                return Reference(named(value), value.scope, value.call)
+            case dict():
+                return {plain(key): plain(item) for key, item in value.items()}
+            case list() | tuple():
+                return type(value)(plain(item) for item in value)
+        return value
 
+    def named(mention: Mention) -> Target:
+        try:
+            return target(mention)
+        except ValueError as error:
+            raise ValueError(f"{mention.selector}: {error}") from error
 
-def parse_param(param: str, statement: str, bindings: Bindings) -> None:
-    """Let gin parse `NAME=VALUE` on top of what it has, and note the knob that this binds."""
-    flag, table = f"--gin_param {param!r}", gin.config._CONFIG
-    earlier = {key: {**knobs} for key, knobs in table.items()}
-    table.clear()  # so that what is in it afterwards is of this parameter
-    parse(gin.parse_config, statement, f"{flag}: ")
-    new = {key: {**knobs} for key, knobs in table.items()}
-    table.clear()
-    for key in dict.fromkeys([*earlier, *new]):
-        table[key] = earlier.get(key, {}) | new.get(key, {})
-    for (scope, selector), knobs in new.items():
-        if (target := wrapped_function(selector)) is not gin.config.macro:
-            bindings.knobs_from_params.setdefault((scope, target), {}).update(dict.fromkeys(knobs, flag))
-
-
-def wrapped_function(selector: str) -> Callable[..., Any]:
-    """The function itself that gin knows by this name."""
-    return gin.config._REGISTRY[selector].wrapped
-
-
-def plain_value(value: Any) -> Any:
-    """A bound value with gin's references replaced by ours."""
-    match value:
-        case gin.config.ConfigurableReference(configurable=registered, scopes=scopes, evaluate=evaluate):
-            if registered.wrapped is gin.config.macro:
-                return Macro("/".join(scopes))
-            if registered.module == "gin":
-                raise ValueError(f"got {value!r}, expected a value, a macro or a function: gin's own are not supported")
-            return Reference(registered.wrapped, tuple(scopes), evaluate)
-        case dict():
-            return {plain_value(key): plain_value(item) for key, item in value.items()}
-        case list() | tuple():
-            return type(value)(plain_value(item) for item in value)
-    return value
+    for each in text.statements:
+        try:
+            value = plain(each.value)
+            if each.owner is None:
+                bindings.macros[each.name] = value
+                continue
+            owner = named(each.owner)
+            if not each.name:
+                continue
+            for problem in bad_names(each.owner.selector, owner, [each.name]):
+                elsewhere = "" if "; did you mean " in problem else knob_elsewhere(each.name, text, named)
+                raise ValueError(f"{problem}{elsewhere}")
+        except ValueError as error:
+            raise ValueError(f"{each.at}: {error}") from error
+        bindings.knobs.setdefault((each.scope, owner), {})[each.name] = value
+        if each.flag:
+            bindings.knobs_from_params.setdefault((each.scope, owner), {})[each.name] = each.flag
+    return bindings
 
 
 def lookup_problem(target: Any) -> Iterator[str]:
@@ -139,22 +203,26 @@ def lookup_problem(target: Any) -> Iterator[str]:
         yield f"{full_name(target)}: got {target!r}, not found by that name; expected a function or class of a module"
 
 
-class Listener(config_parser.ParserDelegate):
+class Listener(ParserDelegate):
     """Notes the macros and functions that a text mentions; resolves nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Imports) -> None:
+        self.imports = imports
         self.macros: list[str] = []
         self.functions: list[str] = []
 
-    def configurable_reference(self, scoped_selector: str, evaluate: bool) -> None:
-        self.functions.append(scoped_selector.rpartition("/")[2])
+    def configurable_reference(self, scoped_selector: str, evaluate: bool) -> Mention:
+        *scope, selector = scoped_selector.split("/")
+        self.functions.append(selector)
+        return Mention(selector, tuple(scope), evaluate, self.imports)
 
-    def macro(self, name: str) -> None:
+    def macro(self, name: str) -> Macro:
         self.macros.append(name)
+        return Macro(name)
 
 
-def scan_imports(file: str, chain: tuple[Path, ...], bindings: Bindings, imports: list[ImportStatement]) -> None:
-    """Note imports and macros of a file and its includes; syntax errors show before any module is imported.
+def read_file(file: str, chain: tuple[Path, ...], text: GinText) -> None:
+    """Add the statements of a file and of its includes, in their order.
 
     The folder of a file is searched for modules that it imports, after all others.
     """
@@ -163,27 +231,52 @@ def scan_imports(file: str, chain: tuple[Path, ...], bindings: Bindings, imports
         search_folder(path.resolve().parent)
     if path in chain:
         raise ValueError(f"{chain[-1]}: got an include of {path}, which includes this file, expected no circle")
-    listener, dynamic = Listener(), False
-    with open(path, encoding="utf-8") as text:
+    imports: dict[str, ImportStatement] = {}
+    listener, dynamic = Listener(imports), False
+    with open(path, encoding="utf-8") as lines:
         try:
-            for parsed in ConfigParser(text, listener):
+            for parsed in ConfigParser(lines, listener):
                 at = f"{path}:{parsed.location.line_num}"
-                bindings.used_at.update({name: bindings.used_at.get(name, at) for name in listener.macros})
-                listener.macros.clear()
+                note_macros(listener.macros, at, text)
+                owner = None
+                if isinstance(parsed, BlockDeclaration) or getattr(parsed, "arg_name", ""):
+                    owner = listener.configurable_reference(parsed.selector, False)
                 match parsed:
                     case IncludeStatement():
-                        scan_imports(parsed.filename, (*chain, path), bindings, imports)
+                        read_file(parsed.filename, (*chain, path), text)
+                    case ImportStatement(module=module) if module.startswith("__gin__"):
+                        dynamic = check_feature(parsed, at, imports)
                     case ImportStatement():
-                        dynamic |= parsed.module == DYNAMIC
-                        imports.append(parsed)
+                        imports[parsed.bound_name()] = parsed
+                        text.imports.append((parsed, at))
+                    case BlockDeclaration():
+                        text.statements.append(Statement(at, parsed.scope, owner, "", None))
                     case BindingStatement(arg_name=""):
-                        bindings.bound_at["/".join(filter(None, [parsed.scope, parsed.selector]))] = at
-                    case BindingStatement() | BlockDeclaration():
-                        listener.functions.append(parsed.selector)
+                        name = "/".join(filter(None, [parsed.scope, parsed.selector]))
+                        text.bound_at[name] = at
+                        text.statements.append(Statement(at, "", None, name, parsed.value))
+                    case BindingStatement():
+                        text.statements.append(Statement(at, parsed.scope, owner, parsed.arg_name, parsed.value))
                 check_functions(listener.functions, at, dynamic)
                 listener.functions.clear()
+                listener.macros.clear()
         except (SyntaxError, tokenize.TokenError) as error:
             raise ValueError(broken(error, path)) from error
+
+
+def note_macros(names: Sequence[str], at: str, text: GinText) -> None:
+    """Note where macros are used first. Raises ValueError for a constant of gin's."""
+    for name in names:
+        if "." in name:
+            raise ValueError(f"{at}: got %{name}, expected a value, a macro or a function: gin's own are not supported")
+        text.used_at.setdefault(name, at)
+
+
+def check_feature(line: ImportStatement, at: str, imports: Imports) -> bool:
+    """Whether a line turns dynamic registration on: the only one of its kind, before other imports."""
+    if line.module != DYNAMIC or line.alias or imports:
+        raise ValueError(f"{at}: got `{line.format()}`, expected `{DYNAMIC_LINE}`, before other imports")
+    return True
 
 
 def check_functions(selectors: Sequence[str], at: str, dynamic: bool) -> None:
@@ -219,45 +312,84 @@ def find(file: str, chain: tuple[Path, ...]) -> Path:
     )
 
 
-def param_statement(param: str, bindings: Bindings, imports: list[ImportStatement]) -> str:
-    """`NAME=VALUE` as gin text, together with those imports of the files that its names need.
+def param_statement(param: str, text: GinText, sources: Sources) -> Statement:
+    """`NAME=VALUE` as a statement, with those imports of the files that its names need."""
+    flag, line = f"--set {param!r}", param_line(param, text, sources)
+    imports: dict[str, ImportStatement] = {}
+    listener = Listener(imports)
+    (parsed,) = ConfigParser(f"{line}\n", listener)
+    owner = listener.configurable_reference(parsed.selector, False) if parsed.arg_name else None
+    name = parsed.arg_name or "/".join(filter(None, [parsed.scope, parsed.selector]))
+    if owner is None:
+        text.bound_at[name] = flag
+        text.from_params.add(name)
+    note_macros(listener.macros, flag, text)
+    check_functions(listener.functions, flag, dynamic=True)
+    for selector in listener.functions:
+        needed = imports_of(selector, flag, text)
+        imports.update({each.bound_name(): each for each in needed})
+        text.param_imports.update(each.format() for each in needed)
+    text.param_lines.append(line)
+    return Statement(flag, parsed.scope if owner else "", owner, name, parsed.value, flag if owner else "")
 
-    Shells eat quotes: for a macro, a value that is no gin literal is a string (`MODEL=/data/model`).
+
+def param_line(param: str, text: GinText, sources: Sources) -> str:
+    """`NAME=VALUE` as a line of gin.
+
+    Shells eat quotes: for a macro, and for a knob of text or a path, a value that is no gin literal is a string
+    (`MODEL=/data/model`, `rows.file.path=mine.jsonl`).
     """
-    flag, listener = f"--gin_param {param!r}", Listener()
+    flag = f"--set {param!r}"
     name, equals, value = (part.strip() for part in param.partition("="))
     if not equals or not NAME.fullmatch(name):
         raise ValueError(f"{flag}: got {param!r}, expected NAME=VALUE for a macro or module.function.knob=VALUE")
     try:
-        (_,) = ConfigParser(f"{name} = {value}\n", listener)
+        (_,) = ConfigParser(f"{name} = {value}\n", Listener({}))
     except (SyntaxError, tokenize.TokenError, ValueError) as error:
         spelled = value.capitalize() if value.capitalize() in ("True", "False", "None") else ""
-        if "." in name or not value or spelled or value.startswith(OPENERS):
+        selector, _, knob = name.rpartition("/")[2].rpartition(".")
+        if selector:
+            lines = {line.bound_name(): line for line in imports_of(selector, flag, text)}
+            bare = takes_text(signature_of(Mention(selector, (), False, lines), sources).get(knob))
+        if (selector and not bare) or not value or spelled or value.startswith(OPENERS):
             hint = spelled or 'such as 3, 1e-6, "text", [1, 2], %MACRO or @module.function'
             raise ValueError(f"{flag}: got {value!r}, expected a gin value: {hint}") from error
         value = repr(value)
-    if "." in name:
-        listener.functions.append(name.rpartition("/")[2].rpartition(".")[0])
-    else:
-        bindings.bound_at[name] = flag
-        bindings.from_params.add(name)
-    bindings.used_at.update({macro: bindings.used_at.get(macro, flag) for macro in listener.macros})
-    check_functions(listener.functions, flag, dynamic=True)
-    needed = dict.fromkeys(line for selector in listener.functions for line in imports_of(selector, flag, imports))
-    return "\n".join([DYNAMIC_LINE, *needed, f"{name} = {value}"])
+    return f"{name} = {value}"
 
 
-def imports_of(selector: str, flag: str, imports: list[ImportStatement]) -> list[str]:
+def overlay_text(gin_files: Sequence[str], gin_params: Sequence[str]) -> str:
+    """The files with the parameters on top as one gin file that includes them; imports none of their modules.
+
+    Raises ValueError for a syntax error, for a parameter of another form and for one of a module that there is not.
+    """
+    text = read_gin(gin_files, gin_params, Sources())
+    includes = [f'include "{file}"' for file in gin_files]
+    return "\n".join([DYNAMIC_LINE, *sorted(text.param_imports), "", *includes, "", *text.param_lines]) + "\n"
+
+
+def signature_of(mention: Mention, sources: Sources) -> Mapping[str, Any]:
+    """The parameters of a function by name; none if there is no such function, which is reported later."""
+    try:
+        return signature(sources.function(*mention.place))
+    except ValueError:
+        return {}
+
+
+def imports_of(selector: str, flag: str, text: GinText) -> list[ImportStatement]:
     """The files' import lines that give the module of `module.function` its meaning; else an import of that module."""
     name, _, function = selector.partition(".")
-    modules = [line for line in imports if line.module != DYNAMIC]
+    modules = [line for line, _ in text.imports]
     named = [line for line in modules if line.bound_name() == name]
     # `import a.b` and `import a.c` both bind `a`, and mean the same by it.
     meanings = {line.module if line.is_from or line.alias else name for line in named}
     if len(meanings) == 1:
-        return [line.format() for line in named]
-    if not named and (module := importable_module(selector)):
-        return [f"import {module}"]
+        return named
+    module = selector.rpartition(".")[0]
+    if not named and module_place(module) != (None, []):
+        line = ImportStatement(module, False, None, None)
+        text.imports.append((line, flag))
+        return [line]
     names = sorted({line.bound_name() for line in modules})
     got = f"{name}, which stands for {' and for '.join(sorted(meanings))}" if meanings else name
     expected = f"a module that the gin files import, one meaning each: {comma_list(names)}"
@@ -270,23 +402,6 @@ def imports_of(selector: str, flag: str, imports: list[ImportStatement]) -> list
     raise ValueError(f"{flag}: got {got}, expected {expected}{hint}")
 
 
-def importable_module(selector: str) -> str:
-    """The module of `package.module.function` if there is one; an empty text otherwise."""
-    module = selector.rpartition(".")[0]
-    try:
-        return module if importlib.util.find_spec(module) is not None else ""
-    except (ImportError, ValueError):  # of a package in front of it
-        return ""
-
-
-def parse(parser: Callable[[str], Any], what: str, flag: str) -> None:
-    """Let gin parse. Whatever goes wrong, in gin or in a module that it imports, becomes one ValueError."""
-    try:
-        parser(what)
-    except Exception as error:
-        raise ValueError(flag + explain_gin_error(error, with_place=not flag)) from error
-
-
 def broken(error: SyntaxError | tokenize.TokenError, path: Path) -> str:
     """A syntax error as `file:line: what: text`."""
     if isinstance(error, SyntaxError):
@@ -295,29 +410,25 @@ def broken(error: SyntaxError | tokenize.TokenError, path: Path) -> str:
     return f"{path}:{line}: {message}"
 
 
-def explain_gin_error(error: Exception, with_place: bool) -> str:
-    """gin's message, or that of a failed import, as `file:line: what is wrong; what was probably meant`."""
-    message, _, rest = str(error).partition("\n  In ")
-    place = re.match(r'file "(.+)", line (\d+)\n', rest)
-    where = f"{place[1]}:{place[2]}: " if place and with_place else ""
-    if match := re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", message):
-        (problem,) = bad_names(match[1], gin.config._REGISTRY.get_match(match[1]).wrapped, [match[2]])
-        return where + problem + ("" if "; did you mean " in problem else knob_elsewhere(match[2]))
-    if match := re.match(r"Couldn't resolve selector (\S+); <module '(\S+)'.*> has no attribute (\w+)", message):
-        return f"{where}{match[1]}: {match[2]} has no {match[3]}{suggest_name(match[3], vars(sys.modules[match[2]]))}"
-    if re.match(r"No module named 'experiments\b", message):
-        first_line = message.strip().partition("\n")[0]
-        fix = "run in the folder of a clone, or install it from there: pip install -e ."
-        return f"{where}{first_line}: toy models and tasks are in experiments/ of a clone, and in no wheel; {fix}"
+def import_problem(error: Exception) -> str:
+    """Why a module cannot be imported; if it broke inside of it, where."""
+    message = str(error).strip().partition("\n")[0]
     last = traceback.extract_tb(error.__traceback__)[-1]
-    if not last.filename.startswith(("<", str(Path(gin.__file__).parent))):  # it broke inside the imported module
-        first_line = message.strip().partition("\n")[0]
-        message = f"{type(error).__name__}: {first_line} (raised at {last.filename}:{last.lineno})"
-    return where + message
+    if last.filename.startswith("<") or last.filename == importlib.__file__:
+        return message
+    return f"{type(error).__name__}: {message} (raised at {last.filename}:{last.lineno})"
 
 
-def knob_elsewhere(knob: str) -> str:
-    """`; NAME.knob, ... have that name` for imported functions that have such a knob, or nothing."""
-    owners = [name for name, configurable in gin.config._REGISTRY.items() if knob in knobs_of(configurable.wrapped)]
-    places = sorted(f"{'.'.join(name.split('.')[-2:])}.{knob}" for name in owners)
+def of_clone(module: str) -> str:
+    """What to do about a module of experiments/ that is not there."""
+    if module.partition(".")[0] != "experiments" or (GIN_FOLDER.parent / "experiments").is_dir():
+        return ""
+    fix = "run in the folder of a clone, or install it from there: pip install -e ."
+    return f": toy models and tasks are in experiments/ of a clone, and in no wheel; {fix}"
+
+
+def knob_elsewhere(knob: str, text: GinText, target: Callable[[Mention], Target]) -> str:
+    """`; there is NAME.knob, ...` for functions of the files that have such a knob, or nothing."""
+    owners = {each.owner.selector: each.owner for each in text.statements if each.owner}
+    places = sorted(f"{selector}.{knob}" for selector, owner in owners.items() if knob in knobs_of(target(owner)))
     return f"; there is {comma_list(places)}" if places else ""

@@ -225,7 +225,7 @@ class Resolver:
             return self.value(self.bindings.macros[name], scope, supplied, (*trail, f"%{name}"))
         self.problems.append(
             f"{name}: got no value for this macro (used at {self.bindings.used_at[name]} by {trail[-1]}), expected "
-            f"--gin_param '{name}=...' or a line `{name} = ...` in a gin file{suggest_name(name, self.bindings.macros)}"
+            f"--set '{name}=...' or a line `{name} = ...` in a gin file{suggest_name(name, self.bindings.macros)}"
         )
         return ...
 
@@ -269,7 +269,7 @@ def missing(ref: Reference, label: str, bound: Collection[str], supplied: Collec
     knobs = [name for name, kind in unbound.items() if kind is Parameter.KEYWORD_ONLY]
     data = [name for name, kind in unbound.items() if kind.name.startswith("POSITIONAL")]
     if knobs:
-        yield f"{label}: got no value for {', '.join(knobs)}, expected each bound in a gin file or with --gin_param"
+        yield f"{label}: got no value for {', '.join(knobs)}, expected each bound in a gin file or with --set"
     if ref.call and data:
         yield f"@{label}(): got no value for {', '.join(data)}, expected @{label} without (): its caller passes them"
     for name in sorted(set(bound) & set(supplied)):

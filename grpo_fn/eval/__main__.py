@@ -57,7 +57,7 @@ def launch_evaluation(args: argparse.Namespace) -> int:
                 f"--gin_file: got none, and {args.model} is no run folder and no checkpoint of one; expected a file"
             )
         files = [str(run / "config.gin")]
-    config = load_config(files, args.gin_param, taker="grpo_fn.eval.measure.measure")
+    config = load_config(files, args.gin_param, taker="grpo_fn.eval.measure.measure", check_paths=True)
     kwargs = config.kwargs()
     from grpo_fn.eval import measure
 

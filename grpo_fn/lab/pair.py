@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from grpo_fn.command_line import CommandParser, exit_code
+from grpo_fn.command_line import CommandParser, exit_code, run_words
 from grpo_fn.config import Config, load_config, value_fingerprint
 from grpo_fn.config.resolve import Node, full_name
 from grpo_fn.core.json_lines import metrics_by_step
@@ -37,7 +37,6 @@ from grpo_fn.lab.trials import (
     plain_table,
     print_trials,
     read_spec,
-    run_flags,
     table_markdown,
     trial_parser,
     trial_path,
@@ -137,7 +136,7 @@ class Pairing:
 
     def flags(self, trial: Trial) -> list[str]:
         """The flags of `python -m grpo_fn.run` for a run."""
-        return run_flags([*self.gin_files, self.arms[trial.values["arm"]]], self.bindings(trial.values["seed"]))
+        return run_words([*self.gin_files, self.arms[trial.values["arm"]]], self.bindings(trial.values["seed"]))
 
     def trials(self) -> list[Trial]:
         """All runs; every arm of a seed before the next seed, so that what is done can be compared."""

@@ -258,13 +258,10 @@ def replay(request: ReplayRequest) -> int:
 
 
 def replay_config(run_dir: Path, overrides: Sequence[str]) -> Config:
-    """The run's own configuration with others on top. Raises ValueError as `load` does, in this program's words."""
+    """The run's own configuration with others on top. Raises ValueError as `load_config` does."""
     files = [name for name in overrides if name.endswith(".gin") and "=" not in name]
     params = [name for name in overrides if name not in files]
-    try:
-        return load_config([str(run_dir / "config.gin"), *files], params)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--gin_param", "--override")) from error
+    return load_config([str(run_dir / "config.gin"), *files], params)
 
 
 def build_replay(

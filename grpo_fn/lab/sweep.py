@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fn.command_line import CommandParser, exit_code
+from grpo_fn.command_line import CommandParser, exit_code, run_words
 from grpo_fn.config import load_config
 from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.lab.paired import paired_cells, paired_difference
@@ -44,7 +44,6 @@ from grpo_fn.lab.trials import (
     plain_table,
     print_trials,
     read_spec,
-    run_flags,
     table_markdown,
     trial_parser,
     trial_path,
@@ -93,7 +92,7 @@ def sweep(args: argparse.Namespace) -> int:
         check_bindings(args, trials)
 
         def trial_flags(trial: Trial) -> list[str]:
-            return run_flags(args.gin_file, trial_bindings(args, trial))
+            return run_words(args.gin_file, trial_bindings(args, trial))
 
         if args.dry_run:
             print_trials(args, trials, trial_flags)

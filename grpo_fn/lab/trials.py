@@ -60,12 +60,6 @@ def print_trials(args: argparse.Namespace, trials: Sequence[Trial], flags: Calla
     print(*(f"{trial.name}: {' '.join(flags(trial))}" for trial in trials), sep="\n")
 
 
-def run_flags(files: Sequence[str], bindings: Sequence[str]) -> list[str]:
-    """Gin files and bindings as flags of `python -m grpo_fn.run`."""
-    pairs = [("--gin_file", file) for file in files] + [("--gin_param", binding) for binding in bindings]
-    return [word for pair in pairs for word in pair]
-
-
 # -- the folder
 
 

@@ -230,13 +230,13 @@ def check_provided(settings: Settings, declared: frozenset[str]) -> None:
     if "logp_teacher" in declared and settings.teacher is None:
         raise ValueError(
             "train.train.teacher: got None with an algorithm that learns from a teacher, expected one: "
-            "--gin_file scale/teacher.gin --gin_param TEACHER='FOLDER', or the policy itself: --gin_file "
+            "--gin_file scale/teacher.gin --set TEACHER='FOLDER', or the policy itself: --gin_file "
             "scale/self_teacher.gin"
         )
     if "demonstrations" in declared and shown is None:
         raise ValueError(
             "train.train.demonstrations: got None with an algorithm that learns from given completions too, expected "
-            "some: --gin_file task/demonstrations.gin --gin_param DEMONSTRATIONS='FILE'"
+            "some: --gin_file task/demonstrations.gin --set DEMONSTRATIONS='FILE'"
         )
     if "episodes" in declared and settings.episodes is None:
         raise ValueError(

@@ -210,7 +210,7 @@ def test_a_macro_takes_what_shells_leave_of_a_value(said: str, meant: Any) -> No
 @pytest.mark.parametrize("said", ["'open", '"open', "[1, 2", "{1: ", "(", "@fm..x", "%", "", "true", "none", "FALSE"])
 def test_a_broken_literal_is_no_string(said: str) -> None:
     message = complaint(RUN, f"STEPS={said}")
-    assert message.startswith(f"--gin_param 'STEPS={said}'" if "'" not in said else '--gin_param "STEPS=')
+    assert message.startswith(f"--set 'STEPS={said}'" if "'" not in said else '--set "STEPS=')
     assert "expected a gin value" in message
 
 
@@ -322,7 +322,7 @@ def test_a_file_of_the_working_folder_does_not_take_the_place_of_one_of_ours(
         (
             "fm.root.rate = %RATE",
             "RATE: got no value for this macro (used at main.gin:LINE by fixture_module.root), expected "
-            "--gin_param 'RATE=...' or a line `RATE = ...` in a gin file",
+            "--set 'RATE=...' or a line `RATE = ...` in a gin file",
         ),
         ("STEPS = %STEPS", "%STEPS: got a circle, %STEPS -> %STEPS; expected a value that does not need itself"),
         (
@@ -337,7 +337,7 @@ def test_a_file_of_the_working_folder_does_not_take_the_place_of_one_of_ours(
         ),
         (
             "fm.shift.x = 1",
-            "fixture_module.shift: got a binding for x, which is data (positional), expected a keyword-only parameter",
+            "main.gin:LINE: fm.shift: got a binding for x, which is data (positional), expected a keyword-only",
         ),
         ("fm.objective.batch = 1", "fixture_module.objective: got a binding for batch, expected none, as the program"),
         ("fm.root.rate = 'fast'", "fixture_module.root.rate: got 'fast' (str), expected float"),
@@ -345,7 +345,10 @@ def test_a_file_of_the_working_folder_does_not_take_the_place_of_one_of_ours(
         ("fm.root.advantage = @fm.plan", "main.gin:LINE: fm.plan: fixture_module has no plan; did you mean plain?"),
         ("fm.root.advantage = @fm.nameless", "fixture_module.<lambda>: got <function <lambda>"),
         ("fm.root.advantage = @fm", "main.gin:LINE: got fm, expected module.function"),
-        ("fm.root.advantage = %gin.REQUIRED", "got %gin.REQUIRED, expected a value, a macro or a function"),
+        (
+            "fm.root.advantage = %gin.REQUIRED",
+            "main.gin:LINE: got %gin.REQUIRED, expected a value, a macro or a",
+        ),
         ("fm.root.rate 1", "main.gin:LINE: "),
         ("include 'no/such.gin'", "main.gin: got 'no/such.gin', expected a gin file"),
         ("include '$HERE/main.gin'", "main.gin: got an include of main.gin, which includes this file"),
@@ -378,7 +381,7 @@ def test_a_knob_of_another_function_is_pointed_at() -> None:
 def test_a_knob_of_a_function_that_the_run_does_not_use_is_refused_on_the_command_line(
     param: str, expected: str
 ) -> None:
-    assert complaint(RUN, param).startswith(f"--gin_param {param!r}: {expected}")
+    assert complaint(RUN, param).startswith(f"--set {param!r}: {expected}")
     assert load_text(f"{RUN}{param}\n").fingerprint == load_text(RUN).fingerprint  # in a file it may be for another one
 
 
@@ -390,12 +393,10 @@ def test_a_function_of_a_module_that_is_none_is_named_where_it_is() -> None:
 def test_everything_unbound_is_listed_at_once() -> None:
     text = f"{HEADER}fm.root.objective = @fm.objective\nfm.objective.beta = %BETA\nfm.root.advantage = @s/fm.scale\n"
     assert complaint(text).splitlines() == [
-        "fixture_module.root: got no value for steps, rate, task, expected each bound in a gin file or with "
-        "--gin_param",
-        "s/fixture_module.scale: got no value for factor, offset, expected each bound in a gin file or with "
-        "--gin_param",
-        "fixture_module.objective: got no value for token_loss, expected each bound in a gin file or with --gin_param",
-        "BETA: got no value for this macro (used at main.gin:4 by fixture_module.objective), expected --gin_param "
+        "fixture_module.root: got no value for steps, rate, task, expected each bound in a gin file or with --set",
+        "s/fixture_module.scale: got no value for factor, offset, expected each bound in a gin file or with --set",
+        "fixture_module.objective: got no value for token_loss, expected each bound in a gin file or with --set",
+        "BETA: got no value for this macro (used at main.gin:4 by fixture_module.objective), expected --set "
         "'BETA=...' or a line `BETA = ...` in a gin file",
     ]
 
@@ -415,7 +416,7 @@ def test_plain_annotations_are_checked_and_an_integer_is_a_float() -> None:
 def test_an_error_inside_an_imported_module_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "breaks_on_import.py").write_text("x = 1\ny = x / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    message = complaint(f"{HEADER}import breaks_on_import\n")
+    message = complaint(f"{HEADER}import breaks_on_import\nfm.anything.value = 1\n", root="fixture_module.anything")
     assert message.startswith("main.gin:3: ZeroDivisionError: division by zero (raised at ")
     assert message.endswith("breaks_on_import.py:2)")
 
@@ -555,7 +556,7 @@ def test_a_mistyped_knob_of_a_parameter_is_named_with_the_one_that_was_meant() -
         ValueError, match="Sampling: got a binding for temprature, expected one of sampler, max_rows"
     ) as e:
         load_config(["run/arithmetic.gin"], ["sections.Sampling.temprature=1"])
-    assert "--gin_param 'sections.Sampling.temprature=1'" in str(e.value)
+    assert "--set 'sections.Sampling.temprature=1'" in str(e.value)
     assert "did you mean temperature?" in str(e.value)
 
 

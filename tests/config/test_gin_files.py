@@ -77,4 +77,4 @@ def test_a_module_in_the_working_folder_is_found_by_every_program(program: list[
     argv = [sys.executable, "-P", "-m", *program, "--gin_file", "mine.gin", "--dry_run"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "ready: python -m grpo_fn.run --gin_file mine.gin" in done.stdout or "SEED=0" in done.stdout
+    assert "ready: python -m grpo_fn.run mine.gin" in done.stdout or "SEED=0" in done.stdout

@@ -57,4 +57,4 @@ def test_the_wheel_runs_the_default_in_a_clone_and_names_the_fix_elsewhere(wheel
     (elsewhere / "experiments").symlink_to(PROJECT / "experiments")
     done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "ready: python -m grpo_fn.run --gin_file run/arithmetic.gin"
+    assert done.stdout.splitlines()[-1] == "ready: python -m grpo_fn.run run/arithmetic.gin"

@@ -75,6 +75,23 @@ def texts(events: EventAccumulator, tag: str) -> list[str]:
     return [e.tensor_proto.string_val[0].decode() for e in events.Tensors(f"{tag}/text_summary")]
 
 
+def test_the_phases_of_a_step_add_up_to_its_time(whole: Path) -> None:
+    rows = metrics(whole)
+    for row in rows:
+        parts = sum(v for k, v in row.items() if k.startswith("time/") and k != "time/total")
+        assert parts == pytest.approx(row["time/total"], abs=1e-6)
+    other, total = (sum(row[name] for row in rows[1:]) for name in ("time/other", "time/total"))
+    assert other <= 0.1 * total + 0.02 * len(rows), "too much of a step's time is in no phase"
+
+
+def test_completions_are_stored_with_their_rewards(whole: Path) -> None:
+    rows = rollout_store.load_rows(whole / "rollouts" / "step_000003.jsonl.gz")
+    assert len(rows) == 16
+    measured = metrics(whole)[3]
+    assert sum(row["reward"] for row in rows) / 16 == pytest.approx(measured["reward/mean"])
+    assert sum(row["length"] for row in rows) == measured["generation/tokens"]
+
+
 def test_the_summary_and_the_log_hold_the_results(whole: Path) -> None:
     summary = json.loads((whole / "summary.json").read_text())
     assert summary.keys() >= {"accuracy_before", "accuracy_after", "wall_seconds", "steps", "seed"}
@@ -104,7 +121,8 @@ def test_a_dry_run_says_what_would_be_and_makes_nothing(tmp_path: Path) -> None:
     assert finish([*argv, "--dry_run", "--show_config"], tmp_path / "out") == 0
     said = (tmp_path / "out").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "a dry run made something"
-    assert said.endswith(f"\nready: python -m grpo_fn.run {shlex.join(argv)}\n")
+    ready = said.splitlines()[-1].partition("ready: python -m grpo_fn.run ")[2]
+    assert run.flags().parse_args(shlex.split(ready)) == run.flags().parse_args(argv)
     assert "step.Algorithm.prompts = 4" in said
     assert "from __gin__ import dynamic_registration" in said
     for line in (

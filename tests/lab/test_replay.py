@@ -297,7 +297,7 @@ def test_another_algorithm_by_its_file(whole: Path, replayed: Replayed) -> None:
     ("override", "expected"),
     [
         ("optimizer.adamw.rate=1.0", "optimizer.adamw: got a binding for rate, expected one of"),
-        ("optimizer.adamw.lr", "--override 'optimizer.adamw.lr': got"),
+        ("optimizer.adamw.lr", "--set 'optimizer.adamw.lr': got"),
         ("step.Algorithm.minibatches=3", "minibatches"),
     ],
 )

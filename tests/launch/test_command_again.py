@@ -10,7 +10,7 @@ from grpo_fn import run
 from grpo_fn.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED, sigterm_interrupts
 
 FLAGS = ["--gin_file", "a b.gin", "--gin_param", "STEPS=3", "--run_dir", "runs/x"]
-SAME = "-m grpo_fn.run --gin_file 'a b.gin' --gin_param STEPS=3 --run_dir runs/x"
+SAME = "-m grpo_fn.run 'a b.gin' --set STEPS=3 --run_dir runs/x"
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_ctrl_c_before_training_prints_the_launcher(monkeypatch, capsys, world, 
         if value is not None:
             monkeypatch.setenv(name, value)
 
-    def interrupt(args: object) -> int:
+    def interrupt(*args: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "launch_training", interrupt)
@@ -37,7 +37,7 @@ def test_ctrl_c_before_training_prints_the_launcher(monkeypatch, capsys, world, 
 def test_sigterm_before_training_prints_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 
-    def terminate(args: object) -> int:
+    def terminate(*args: object) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
         return 0

@@ -123,7 +123,7 @@ def test_a_step_of_many_ranks_has_bytes_and_seconds(tmp_path: Path, capsys: pyte
         assert "time of a step, a coarse estimate calibrated on one H100 80GB:" in out
         assert "# The resolved configuration" not in out
         launcher = "python" if ranks == 1 else "torchrun --nnodes 8 --nproc-per-node 8"
-        assert out.splitlines()[-1].startswith(f"ready: {launcher} -m grpo_fn.run --gin_file run/arithmetic.gin ")
+        assert out.splitlines()[-1].startswith(f"ready: {launcher} -m grpo_fn.run run/arithmetic.gin ")
         found[ranks] = figures(out)
     received = {"weights, gathered", "gradients, reduced", "gradients, of other copies", "sums of shared products"}
     assert found[64].keys() >= received | {"weights, for the sampler", "sampling", "training", "links"}
