@@ -183,7 +183,7 @@ def read_source(file: Path) -> SourceModule:
     return SourceModule(definitions, imported, constants, names, "*" in names or "__getattr__" in names)
 
 
-def bound_names(body: Iterable[ast.stmt]) -> Iterator[str]:
+def bound_names(body: Iterable[ast.AST]) -> Iterator[str]:
     """Every name that the statements bind, as often as they do, but those inside of functions and classes."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
