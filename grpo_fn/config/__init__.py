@@ -80,7 +80,7 @@ def load_config(
     the root's knobs, under their names: it needs no bindings for it, only what it takes is resolved and called, and
     the rest may be unbound. With `check_paths` data and models of the run that are paths have to be there.
     Raises ValueError, listing all that is missing or wrong at once, or FileNotFoundError; as far as the source of the
-    modules tells, before any of them is imported.
+    modules shows it, before any of them is imported.
     """
     sources = Sources()
     text = read_gin(gin_files, gin_params, sources)

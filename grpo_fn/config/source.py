@@ -47,9 +47,9 @@ class Sources:
             module = f"{module}.{inner.pop(0)}"
         if module in sys.modules:
             return named_attribute(sys.modules[module], [*inner, name])
-        return self.declared(module, [*inner, name])
+        return self.stand_in(module, [*inner, name])
 
-    def declared(self, module: str, path: Sequence[str]) -> Callable[..., Any]:
+    def stand_in(self, module: str, path: Sequence[str]) -> Callable[..., Any]:
         """The stand-in for a function of a module. Raises ValueError for a name that the module does not bind."""
         *inner, name = path
         key = (module, ".".join([*inner, name]))
@@ -58,7 +58,7 @@ class Sources:
             node = None if source is None or inner else source.definitions.get(name)
             if source is not None and not inner and name not in source.names and not source.open_ended:
                 raise ValueError(f"{module.rpartition('.')[2]} has no {name}{suggest_name(name, source.names)}")
-            self.stand_ins[key] = stand_in(*key, node, self.parameters(module, node), source)
+            self.stand_ins[key] = make_stand_in(*key, node, self.parameters(module, node), source)
         return self.stand_ins[key]
 
     def constant(self, module: str, name: str, default: Any) -> Any:
@@ -211,7 +211,7 @@ def literal_of(name: str, value: ast.expr) -> dict[str, Any]:
 
 
 def function_parameters(args: ast.arguments) -> list[Parameter]:
-    """The parameters of a definition, as `inspect` gives them; a default only tells that there is one."""
+    """The parameters of a definition, as `inspect` gives them; a default only shows that there is one."""
     positional = [*args.posonlyargs, *args.args]
     required = len(positional) - len(args.defaults)
     kinds = [Parameter.POSITIONAL_ONLY] * len(args.posonlyargs) + [Parameter.POSITIONAL_OR_KEYWORD] * len(args.args)
@@ -250,7 +250,7 @@ def parameter(name: str, kind: Any, annotation: ast.expr | None, has_default: bo
     )
 
 
-def stand_in(
+def make_stand_in(
     module: str,
     name: str,
     node: ast.AST | None,

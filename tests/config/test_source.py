@@ -63,7 +63,7 @@ def test_the_source_declares_the_knobs_that_a_function_has() -> None:
     targets, opaque, sources = functions_with_knobs(), [], Sources()
     assert len(targets) > 100
     for target in targets:
-        stand_in = sources.declared(target.__module__, target.__qualname__.split("."))
+        stand_in = sources.stand_in(target.__module__, target.__qualname__.split("."))
         assert full_name(stand_in) == full_name(target)
         assert isinstance(stand_in, type) == isinstance(target, type)
         assert getattr(stand_in, "SUPPLIED", {}) == getattr(target, "SUPPLIED", {})

@@ -111,6 +111,7 @@ def check_flags(name: str, words: list[str]) -> None:
     paths = [str(next((r / file for r in (ROOT, ROOT / "gin") if (r / file).exists()), file)) for file in files]
     assert all(map(os.path.exists, paths)), f"got {files}, expected gin files of the repository"
     if name == "grpo_fn.run" and files and len(files) == len(args.gin_file):
+        args.gin_param = [re.sub(r"@mine\.\w+", "@math.correct", param) for param in args.gin_param]  # the reader's
         bindings = parse_gin(paths, args.gin_param)
         unbound = used_macros(bindings) - bindings.macros.keys() - MACROS.keys()
         load_config(paths, [*args.gin_param, *(f"{macro}='x'" for macro in sorted(unbound))])
