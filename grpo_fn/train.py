@@ -1,5 +1,6 @@
 """The configurable root: `train` takes what gin bound, section by section; validate, plan, build, run."""
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -126,7 +127,8 @@ def train(
     check_this_machine(settings)
     world = join_world(compute.device, deadline=parallelism.collective_timeout)
     report = report_start(world, started)
-    for line in opening_lines(settings, plan, request.run_dir, world.device):
+    hosts = world.size // int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    for line in opening_lines(settings, plan, request.run_dir, world.device, ranks=world.size, hosts=hosts):
         report(line)
     if world.size > 1:
         report(f"all {world.size} ranks have met")
@@ -141,7 +143,8 @@ def dry_run(request: RunRequest, settings: sections.Settings, plan: ValidatedPla
     if not request.force and has_progress(request.run_dir):
         check_run(request.run_dir, config_text=request.config.text, fingerprint=request.config.fingerprint)
     check_steps(request.run_dir, settings.steps)
-    lines = dry_run_lines(settings, plan, ranks=request.ranks, hosts=request.hosts)
-    summary = opening_lines(settings, plan, request.run_dir, planned_device(settings.compute.device))
+    spread, device = {"ranks": request.ranks, "hosts": request.hosts}, planned_device(settings.compute.device)
+    lines = dry_run_lines(settings, plan, **spread)
+    summary = opening_lines(settings, plan, request.run_dir, device, **spread)
     print(*lines, "", *planned_first_row(settings, plan), "", *summary, sep="\n")
     return 0

@@ -96,7 +96,9 @@ def run_lines(settings: Settings, checked: ValidatedPlan, train_rows: int) -> li
     ]
 
 
-def opening_lines(settings: Settings, checked: ValidatedPlan, run_dir: Path, device: torch.device | None) -> list[str]:
+def opening_lines(
+    settings: Settings, checked: ValidatedPlan, run_dir: Path, device: torch.device | None, *, ranks: int, hosts: int
+) -> list[str]:
     """What is trained, on what, how much of it, and where it is written."""
     algorithm, config, source = settings.algorithm, checked.config, checked.source
     name = (config.architectures or [f"a {type(config).__name__.removesuffix('Config')}"])[0]
@@ -110,13 +112,14 @@ def opening_lines(settings: Settings, checked: ValidatedPlan, run_dir: Path, dev
         step, graded = f"{algorithm.prompts} prompts x {completions}", f", rewarded by {', '.join(checked.parts)}"
     seconds = "" if isinstance(algorithm, Stage) else "; the first evaluation shows about how long they take"
     if device is None or device.type == "cuda":
-        parts = device_step(settings, checked, (1, 1, 1))[0]
-        each = sampling_seconds(parts) + training_seconds(parts)
-        seconds = f", about {format_number(each, 1)} s each on one H100, {short_time(each * settings.steps)} in all"
+        with suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # of the model's own code
+            parts = device_step(settings, checked, settings.parallelism.shape(ranks, ranks // hosts))[0]
+            each = sampling_seconds(parts) + training_seconds(parts)
+            seconds = f", about {format_number(each, 1)} s each on H100s, {short_time(each * settings.steps)} in all"
     return [
         f"trains    {name}, {checked.parameters:,} parameters{part}, from {origin}",
         f"on        {checked.task.size:,} training and {len(checked.task.test):,} held-out problems of "
-        f"{task.__module__.rpartition('.')[2]}.{task.__name__}{graded}",
+        f"{task.__module__.rpartition('.')[2]}.{getattr(task, '__name__', type(task).__name__)}{graded}",
         f"takes     {settings.steps} steps of {step}{seconds}",
         f"writes    {run_dir}",
     ]

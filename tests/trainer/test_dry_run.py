@@ -1,5 +1,6 @@
 """A dry run's figures of a step, held against what a card took, and its flags."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,6 +126,7 @@ def test_a_step_of_many_ranks_has_bytes_and_seconds(tmp_path: Path, capsys: pyte
         launcher = "python" if ranks == 1 else "torchrun --nnodes 8 --nproc-per-node 8"
         assert out.splitlines()[-1].startswith(f"ready: {launcher} -m grpo_fn.run run/arithmetic.gin ")
         found[ranks] = figures(out)
+        assert re.search(r"takes     40 steps of .*, about [0-9.e-]+ s each on H100s, \S+ in all", out)
     received = {"weights, gathered", "gradients, reduced", "gradients, of other copies", "sums of shared products"}
     assert found[64].keys() >= received | {"weights, for the sampler", "sampling", "training", "links"}
     assert not received & found[1].keys()
