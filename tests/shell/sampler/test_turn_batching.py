@@ -47,19 +47,12 @@ texts = st.lists(st.text("aT 7\né", min_size=1, max_size=9), min_size=1, max_si
 def sampler(name: str = "qwen2_tied", *, caller: Here | None = None, **knobs) -> LocalSampler:
     model = MODELS[name](VOCABULARY)
     model.generation_config.eos_token_id = [EOS, *range(0, 60, 2)]
-    ours = {
-        k: knobs.pop(k)
-        for k in ("max_turns", "max_turn_tokens", "answer_steps", "tape", "pure", "fails", "chat")
-        if k in knobs
-    }
-    chosen = {"max_new_tokens": 14, "stop": (), "max_rows": 64, "max_total_tokens": 60, **knobs}
+    of_episodes = ("max_turns", "max_turn_tokens", "answer_steps", "tape", "pure", "fails", "chat")
+    ours = {k: knobs.pop(k) for k in of_episodes if k in knobs}
     return LocalSampler(
-        model=model,
-        tokenizer=tokenizer(),
-        token_sampler=partial(categorical, temperature=0.4),
-        encode=encode_prompt,
-        **chosen,
-        environments=environments(tokenizer(), caller, **ours),
+        **{"model": model, "tokenizer": tokenizer(), "token_sampler": partial(categorical, temperature=0.4)},
+        **{"encode": encode_prompt, "environments": environments(tokenizer(), caller, **ours)},
+        **{"max_new_tokens": 14, "stop": (), "max_rows": 64, "max_total_tokens": 60, **knobs},
     )
 
 
@@ -152,14 +145,12 @@ def test_every_limit_ends_some_row() -> None:
 @settings(max_examples=max(3, settings.default.max_examples // 12), deadline=None)
 @given(delays=st.lists(st.floats(0.0, 0.01), min_size=1, max_size=7), answer_steps=st.integers(0, 4))
 def test_the_order_of_answers_changes_no_bit(delays, answer_steps) -> None:
-    asked = ["aT 7", "7", "T a\n"]
-    expected, got = (
-        sampler(caller=caller, answer_steps=answer_steps).sample(problems(asked), 3, key=KEY)
-        for caller in (Here(), Here(delays=delays))
+    asked = problems(["aT 7", "7", "T a\n"])
+    got, expected = (
+        sampler(caller=caller, answer_steps=answer_steps).sample(asked, 3, key=KEY)
+        for caller in (Here(delays=delays), Here())
     )
-    assert got.turns == expected.turns
-    for a, b in zip(got[:4], expected[:4], strict=True):
-        assert torch.equal(a, b)
+    same(got, expected)
 
 
 @pytest.mark.timeout(60)
@@ -256,58 +247,66 @@ def opening_of(prompt: str, i: int) -> tuple[Message, ...]:
     return decode_answer(EnvironmentCall(TALK)("start", problem(100 + i, prompt), 0)).messages
 
 
+def taped(rollout: Rollout, **knobs: bool) -> Tape:
+    """The tape of two samples of each problem."""
+    tape = Tape(**knobs)
+    for b, (tokens, mask, turns) in enumerate(zip(rollout.tokens, rollout.mask, rollout.turns, strict=True)):
+        tape.episodes[100 + b // 2, b % 2] = Taped(tuple(tokens[: int(mask.int().argmax())].tolist()), turns)
+    return tape
+
+
+def same(got: Rollout, expected: Rollout) -> None:
+    assert got.turns == expected.turns
+    assert all(torch.equal(a, b) for a, b in zip(got[:4], expected[:4], strict=True))
+
+
 def test_a_tape_is_read_in_the_place_of_a_tool_that_is_not_pure() -> None:
-    asked = ["aT 7", "7"]
-    once = sampler().sample(problems(asked), 2, key=KEY)
-    tape = Tape(strict=True)
-    opened = [row[: int(mask.int().argmax())].tolist() for row, mask in zip(once.tokens, once.mask, strict=True)]
-    for b, turns in enumerate(once.turns):
-        tape.episodes[100 + b // 2, b % 2] = Taped(tuple(opened[b]), turns)
-    caller = Here()
-    again = sampler(caller=caller, tape=tape, pure=False).sample(problems(asked), 2, key=KEY)
+    asked, caller = problems(["aT 7", "7"]), Here()
+    once = sampler().sample(asked, 2, key=KEY)
+    same(sampler(caller=caller, tape=taped(once, strict=True), pure=False).sample(asked, 2, key=KEY), once)
     assert not caller.calls
-    assert again.turns == once.turns
-    assert all(torch.equal(a, b) for a, b in zip(again[:4], once[:4], strict=True))
 
 
 def test_a_pure_environment_that_answers_otherwise_is_named() -> None:
-    asked = ["aT 7", "7"]
-    once = sampler().sample(problems(asked), 2, key=KEY)
+    asked = problems(["aT 7", "7"])
+    once = sampler().sample(asked, 2, key=KEY)
+    tape = taped(once)
     b, n = next((b, n) for b, turns in enumerate(once.turns) for n, turn in enumerate(turns) if turn.answer)
-    changed = once.turns[b][n]._replace(answer='{"messages":[]}')
-    turns = (*once.turns[b][:n], changed, *once.turns[b][n + 1 :])
-    tape = Tape(episodes={(100 + b // 2, b % 2): Taped((), turns)})
+    turns = [*once.turns[b]]
+    turns[n] = turns[n]._replace(answer='{"messages":[]}')
+    tape.episodes[100 + b // 2, b % 2] = Taped((), tuple(turns))
     said = rf"talk, problem {100 + b // 2}, sample {b % 2}, turn {n + 1}: got .* says that it is pure, and is not"
     with pytest.raises(TapeDiffers, match=said):
-        sampler(tape=tape).sample(problems(asked), 2, key=KEY)
+        sampler(tape=tape).sample(asked, 2, key=KEY)
 
 
 def test_a_call_with_other_arguments_is_not_the_one_on_the_tape() -> None:
     """A message without its calls is empty here: turns differ by their whole text."""
     reads = lambda text: ("", (ToolCall("repeat", {"text": text}),), "")  # noqa: E731
-    asked, knobs = ["aT 7", "7"], {"chat": TextFormat(tokenizer(), reads)}
-    once = sampler(**knobs).sample(problems(asked), 2, key=KEY)
+    asked, knobs = problems(["aT 7", "7"]), {"chat": TextFormat(tokenizer(), reads)}
+    once = sampler(**knobs).sample(asked, 2, key=KEY)
+    tape = taped(once, strict=True)
     b = next(b for b, turns in enumerate(once.turns) if turns[0].answer)
-    first, *rest = once.turns[b]
+    opening, (first, *rest) = tape.episodes[100 + b // 2, b % 2]
     assert first.text
-    opening = tuple(once.tokens[b][: int(once.mask[b].int().argmax())].tolist())
-    taped = Taped(opening, (first._replace(text=f"{first.text}7", answer='{"messages":[]}'), *rest))
-    tape = Tape(strict=True, episodes={(100 + b // 2, b % 2): taped})
-    assert sampler(**knobs, tape=tape).sample(problems(asked), 2, key=KEY).turns == once.turns
+    changed = first._replace(text=f"{first.text}7", answer='{"messages":[]}')
+    tape.episodes[100 + b // 2, b % 2] = Taped(opening, (changed, *rest))
+    assert sampler(**knobs, tape=tape).sample(asked, 2, key=KEY).turns == once.turns
     said = f"talk, problem {100 + b // 2}, sample {b % 2}, turn 1: got a turn .* wrote something else"
     with pytest.raises(TapeDiffers, match=said):
-        sampler(**knobs, tape=tape, pure=False).sample(problems(asked), 2, key=KEY)
+        sampler(**knobs, tape=tape, pure=False).sample(asked, 2, key=KEY)
 
 
 @pytest.mark.parametrize(("fails", "reward"), [(as_observation, 0.0), (as_unscorable, None)])
-def test_a_failure_is_what_the_knob_says(fails, reward) -> None:
-    caller = Here(Environment(start=TALK.start, step=broken, pure=True))
-    rollout = sampler(caller=caller, fails=fails).sample(problems(["aT 7", "7"]), 3, key=KEY)
+def test_a_failure_is_what_the_knob_says_and_fails_again_on_the_tape(fails, reward) -> None:
+    caller, asked = Here(Environment(start=TALK.start, step=broken, pure=True)), problems(["aT 7", "7"])
+    rollout = sampler(caller=caller, fails=fails).sample(asked, 2, key=KEY)
     failed = [turn for turns in rollout.turns for turn in turns if turn.answer]
     assert failed
     assert {turn.reward for turn in failed} == {reward}
     assert {turn.error for turn in failed} == {"RuntimeError: the tool is out of order"}
     assert ("error: RuntimeError" in failed[0].observation) is (fails is as_observation)
+    assert sampler(tape=taped(rollout), fails=fails).sample(asked, 2, key=KEY).turns == rollout.turns
 
 
 class Lost(Here):
@@ -335,13 +334,3 @@ def test_a_row_whose_worker_was_lost_is_unscorable_whatever_the_knob_says_and_th
     assert {turn.reward for turn in ended} <= expected
     assert {turn.reward for turn in ended if turn.error} == {None}
     assert re.fullmatch(r"talk, problem 100\b.*unscorable.*killed by SIGKILL", lost.environments.complaints[0])
-
-
-def test_a_failure_on_the_tape_fails_again() -> None:
-    asked = ["aT 7", "7"]
-    late = Here(Environment(start=TALK.start, step=broken, pure=True))
-    once = sampler(caller=late).sample(problems(asked), 2, key=KEY)
-    tape = Tape(episodes={(100 + b // 2, b % 2): Taped((), turns) for b, turns in enumerate(once.turns)})
-    again = sampler(tape=tape).sample(problems(asked), 2, key=KEY)
-    assert any(turn.error for turns in once.turns for turn in turns)
-    assert again.turns == once.turns
