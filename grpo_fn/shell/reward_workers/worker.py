@@ -14,7 +14,6 @@ This file imports nothing heavy: a worker starts in a fraction of a second.
 import builtins
 import ctypes
 import json
-import math
 import numbers
 import os
 import pickle
@@ -31,6 +30,7 @@ from typing import Any, BinaryIO
 
 HEADER = struct.Struct(">I")
 LONGEST_REASON = 200  # characters
+LARGEST = 3.4e38  # of a reward: float32 ends there
 LONGEST_TRACE = 8000
 
 
@@ -109,12 +109,12 @@ def await_reward(value: Any) -> Any:
 
 
 def check_reward_value(value: Any) -> float | None:
-    """The reward as a plain number. Raises ValueError for anything that is neither a finite number nor None."""
+    """The reward as a plain number. Raises ValueError for anything but None and a number that float32 can hold."""
     if value is None:
         return None
     if str(getattr(value, "dtype", "")) == "bool" and value.shape == ():  # numpy's is no number to Python
         value = bool(value)
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if not isinstance(value, numbers.Real) or not abs(value) <= LARGEST:
         raise ValueError(f"reward: got {type(value).__name__} {str(value)[:80]}, expected a finite number or None")
     return float(value)
 

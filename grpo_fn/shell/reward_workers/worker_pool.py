@@ -45,7 +45,7 @@ MALFORMED = "worker sent a malformed reply"
 
 
 MOST_PRINTED = 2**20  # bytes that a file keeps
-MOST_SHOWN = 2**14  # bytes that are shown where there is no file
+MOST_SHOWN = 2**12  # bytes that are shown where there is no file
 
 
 class PrintedText:

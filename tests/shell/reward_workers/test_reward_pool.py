@@ -98,6 +98,13 @@ def test_a_bool_of_numpy_is_a_reward_and_an_array_of_them_is_none():
         check_reward_value(np.array([True]))
 
 
+@pytest.mark.parametrize("value", [1e39, -1e39, 10**400, float("inf"), float("nan")])
+def test_a_number_that_float32_cannot_hold_is_no_reward(value):
+    with pytest.raises(ValueError, match=r"reward: got (int|float) .*, expected a finite number or None"):
+        check_reward_value(value)
+    assert check_reward_value(1e38) == 1e38
+
+
 def test_equal_rows_are_scored_once():
     problem, twin, same = Problem(0, "?", "1", {}), Problem(0, "?", "1", {"row": 7}), Completion("a", 1, False)
     rows = [(problem, same), (problem, same), (twin, same), (problem, same._replace(truncated=True)), (twin, same)]
