@@ -26,7 +26,7 @@ from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.metrics_writer import AsyncWriter, MetricsWriter, MirrorWrite, rewind
 from grpo_fn.shell.logging.stopwatch import Profiler, Stopwatch, is_due
 from grpo_fn.shell.model import blocks, hf
-from grpo_fn.shell.model.attention import choose_kernel
+from grpo_fn.shell.model.attention import AttentionSpec, choose_kernel
 from grpo_fn.shell.model.logprob_model import choose_head_kernels
 from grpo_fn.shell.policy.fsdp import StepChecksums
 from grpo_fn.shell.process import StopRequest
@@ -242,7 +242,7 @@ def chosen_kernels(run: TrainingRun) -> dict[str, str]:
     decoding = {} if engine is None else engine.choices()
     compute = run.settings.compute
     query = torch.empty(0, 1, 1, 8, dtype=hf.find_dtype(compute.dtype), device=device)
-    attends = choose_kernel(query, compute.attention, None)
+    attends = choose_kernel(query, AttentionSpec(None, 1.0, 0.0, None, compute.attention))
     rows = getattr(attends, "func", attends).__name__  # flash-attn's where it imports, else torch's
     head = type(choose_head_kernels(device).kernels).__name__
     return {"blocks": compile_, "attention of packed rows": rows, "head": head, **decoding}

@@ -16,7 +16,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.model import blocks, hf
-from grpo_fn.shell.model.attention import choose_kernel
+from grpo_fn.shell.model.attention import AttentionSpec, choose_kernel
 from grpo_fn.shell.model.logprob_model import dense_scores, linear_scores
 from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.policy.fsdp import FunctionalPolicy, full_tensor
@@ -161,7 +161,7 @@ def rows(setting: Setting) -> list[Figure]:
     figures: list[Figure] = []
     for dtype, most, goal in ((torch.float32, 1e-4, 1e-5), (torch.bfloat16, 0.1, 0.03)):
         query = torch.empty(1, 2, 64, dtype=dtype, device=setting.device)
-        kernel = choose_kernel(query, "sdpa", None)
+        kernel = choose_kernel(query, AttentionSpec(None, 1.0, 0.0, None, "sdpa"))
         name = getattr(kernel, "func", kernel).__name__
         with full_float32():
             expected = scores_and_gradients(

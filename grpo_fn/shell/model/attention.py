@@ -44,6 +44,7 @@ class AttentionSpec(NamedTuple):
     dropout: float
     cap: float | None  # of the scores
     backend: str  # the name that the model was built with
+    sinks: Float[Tensor, "H"] | None = None  # one more score for each head, of a key whose value is 0
 
     @property
     def eager(self) -> bool:
@@ -143,7 +144,7 @@ class PackedAttention:
         """
         self.windows.append(how.window)
         streams = [rearrange(x, "1 h n d -> n h d") for x in (query, key, value)]
-        return choose_kernel(query, how.backend, how.cap)(*streams, self, how)[None]
+        return choose_kernel(query, how)(*streams, self, how)[None]
 
 
 def buckets_by_length(spans: Spans) -> Iterator[Int[Tensor, "b"]]:
@@ -529,25 +530,27 @@ def parse_spec(query: Tensor, backend: str, kwargs: dict[str, Any]) -> Attention
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
-    return AttentionSpec(window, scale, kwargs.get("dropout", 0.0), cap, backend)
+    return AttentionSpec(window, scale, kwargs.get("dropout", 0.0), cap, backend, kwargs.get("s_aux"))
 
 
-KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal"})
+KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"})
 
 
-def choose_kernel(query: Tensor, backend: str, cap: float | None) -> Attend:
+def choose_kernel(query: Tensor, how: AttentionSpec) -> Attend:
     """What the backend's name says, and by default the fastest that computes it.
 
-    Kernels for unequal rows are for halves on CUDA, and torch's know no cap: such scores are written out.
+    Kernels for unequal rows are for halves on CUDA. Torch's know no cap, and none knows sinks: such scores are written
+    out.
     """
-    if query.device.type == "cuda" and query.dtype in HALVES:
+    backend, plain = how.backend, how.cap is None and how.sinks is None
+    if how.sinks is None and query.device.type == "cuda" and query.dtype in HALVES:
         if backend == "flash_attention_3":
             return flash_attention_3
         if backend in ("sdpa", "flash_attention_2") and flash_varlen_function() is not None:
             return flash_attention
-        if backend in ("sdpa", "flash_attention_2") and cap is None:
+        if backend in ("sdpa", "flash_attention_2") and plain:
             return varlen
-    written_out = backend == EAGER or cap is not None
+    written_out = backend == EAGER or not plain
     return partial(bucketed_attention, core=eager_attention if written_out else sdpa_attention)
 
 
@@ -594,13 +597,22 @@ def sdpa_attention(
 def eager_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: AttentionSpec
 ) -> Float[Tensor, "b H q E"]:
-    """softmax(cap tanh(q k^T scale / cap) + mask) v, the softmax in float32 or better."""
+    """softmax(cap tanh(q k^T scale / cap) + mask) v, the softmax in float32 or better, over sinks, too."""
     scores = q @ k.transpose(2, 3) * how.scale
     scores = scores if how.cap is None else how.cap * torch.tanh(scores / how.cap)
     if mask is None:
         mask = torch.full(scores.shape[2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
-    weights = (scores + mask).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
+    weights = softmax_with_sinks(scores + mask, how.sinks).to(q.dtype)
     return dropout(weights, how.dropout) @ v
+
+
+def softmax_with_sinks(scores: Float[Tensor, "b H q k"], sinks: Float[Tensor, "H"] | None) -> Float[Tensor, "b H q k"]:
+    """The softmax in float32 or better. With sinks the weights of a head add up to less than 1."""
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    if sinks is None:
+        return scores.softmax(-1, dtype=dtype)
+    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], -1).softmax(-1, dtype=dtype)[..., :-1]
 
 
 # -- what a model is shown: the rows end to end, where it computes then what it computes from padded ones

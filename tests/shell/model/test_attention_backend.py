@@ -1,5 +1,7 @@
 """Attention by name: what is refused before any work, and which kernels attend where a name has been accepted."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -9,6 +11,7 @@ from grpo_fn.shell.model import attention
 from grpo_fn.shell.model.attention import (
     FLASH,
     NAMES,
+    AttentionSpec,
     attention_note,
     check_attention,
     check_attention_choice,
@@ -76,12 +79,15 @@ def test_packed_rows_of_halves_on_a_card_go_where_the_name_says(monkeypatch, fla
     with FakeTensorMode():
         query = torch.empty(1, 2, 8, 8, dtype=HALF, device=CUDA)
     default = attention.flash_attention if flash_attn else attention.varlen
+    asks = partial(AttentionSpec, None, 1.0, 0.0)
+    with_sinks = asks(None, "sdpa", torch.zeros(2))
+    assert attention.choose_kernel(query, with_sinks).keywords == {"core": attention.eager_attention}
     for name in ("sdpa", "flash_attention_2"):
-        assert attention.choose_kernel(query, name, None) is default
-    assert attention.choose_kernel(query, "flash_attention_3", None) is attention.flash_attention_3
-    assert attention.choose_kernel(query, "eager", None).keywords == {"core": attention.eager_attention}
+        assert attention.choose_kernel(query, asks(None, name)) is default
+    assert attention.choose_kernel(query, asks(None, "flash_attention_3")) is attention.flash_attention_3
+    assert attention.choose_kernel(query, asks(None, "eager")).keywords == {"core": attention.eager_attention}
     if not flash_attn:  # no kernel of torch's caps scores
-        assert attention.choose_kernel(query, "sdpa", 30.0).keywords == {"core": attention.eager_attention}
+        assert attention.choose_kernel(query, asks(30.0, "sdpa")).keywords == {"core": attention.eager_attention}
 
 
 RAGGED, PADDED = "kernel for rows of unequal length", "padded buckets"

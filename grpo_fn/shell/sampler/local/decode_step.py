@@ -26,6 +26,7 @@ from grpo_fn.shell.model.attention import (
     packing_unsupported_reason,
     refusal,
     sdpa_attention,
+    softmax_with_sinks,
     takes_layout,
     too_far_apart,
     unusable_mask,
@@ -134,7 +135,8 @@ class ChunkAttention:
             ).repeat_interleave(groups, 1)
             for p, d in zip(prompts, drawn, strict=True)
         )
-        core = eager_attention if how.eager or how.cap is not None else sdpa_attention
+        written_out = how.eager or how.cap is not None or how.sinks is not None
+        core = eager_attention if written_out else sdpa_attention
         # Not -inf: padding may see nothing at all.
         seen = self.start, self.place, self.prompt_columns, self.columns
         mask = attention_mask(*seen, how.window, query.dtype, torch.finfo(query.dtype).min)[:, None]
@@ -215,9 +217,9 @@ class KVView(NamedTuple):
 
 
 def attend(
-    query: Float[Tensor, "rows r D"], seen: KVView, scale: float, cap: float | None
+    query: Float[Tensor, "rows r D"], seen: KVView, scale: float, cap: float | None, sinks: Float[Tensor, "H"] | None
 ) -> Float[Tensor, "rows r E"]:
-    """softmax(cap tanh(q k^T scale / cap) + mask) v, the softmax in float32 or better.
+    """softmax(cap tanh(q k^T scale / cap) + mask) v, the softmax in float32 or better, over sinks, too.
 
     A prompt's keys and values are read once for all of its rows; `r` query heads that share a head of keys are side by
     side as if they were queries: nothing is repeated.
@@ -234,14 +236,14 @@ def attend(
     ).mul_(scale)
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
     scores = scores.view(len(seen.mask), -1, scores.shape[2]).add_(seen.mask)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(seen.value.dtype)
+    weights = softmax_with_sinks(scores[:, :, None], sinks)[:, :, 0].to(seen.value.dtype)
     parts = [seen.prompt_key.shape[1], seen.key.shape[1]]
-    first, second = weights.view(len(query), -1, weights.shape[2]).split(parts, -1)
+    first, second = weights.reshape(len(query), -1, weights.shape[2]).split(parts, -1)
     return (with_prompts(first, seen.prompt_value) + product(second, seen.value)).to(seen.value.dtype)
 
 
 # `attend`, as it is written or compiled.
-AttendFn = Callable[[Tensor, KVView, float, float | None], Tensor]
+AttendFn = Callable[[Tensor, KVView, float, float | None, Tensor | None], Tensor]
 # `cuda_steps.split_kv_attention`, called by position.
 SplitKV = Callable[..., Float[Tensor, "n H E"]]
 
@@ -306,6 +308,8 @@ class DecodeAttention:
         prompts = [x[:many, :, : self.prompt_columns] for x in self.prompts.of(module.layer_idx, key, value)]
         seen = (*prompts, *(x[:n, :, : self.columns] for x in drawn))
         if self.split_kv is not None:
+            if how.sinks is not None:
+                raise ValueError("got attention with sinks, which the split-KV kernel does not know")
             rows = (self.grouped.row, self.grouped.place, self.start, self.length, self.grouped.width)
             return self.split_kv(query[:, :, 0], *seen, *rows, how.scale, how.cap, how.window)[:, None]
         out = self.products(query, seen, how)
@@ -322,7 +326,7 @@ class DecodeAttention:
         (n, heads), key = seen[2].shape[:2], seen[2]
         dtype = torch.float32 if products_in_float32(key) else key.dtype
         view = KVView(*(x.flatten(0, 1) for x in seen), *self.index(heads), self.mask(how.window, dtype))
-        out = self.attend_fn(query.reshape(n * heads, -1, query.shape[3]), view, how.scale, how.cap)
+        out = self.attend_fn(query.reshape(n * heads, -1, query.shape[3]), view, how.scale, how.cap, how.sinks)
         return out.view(n, 1, -1, out.shape[2])
 
     def places(self, heads: int) -> Int[Tensor, "_"]:
