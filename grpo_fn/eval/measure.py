@@ -25,6 +25,7 @@ from grpo_fn.shell.logging.stopwatch import Stopwatch
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import check_attention, model_attention
 from grpo_fn.shell.sampler.interface import EngineSampler, FixedWeights, SamplerContext
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import alone, find_device
 from grpo_fn.tasks.task import held_out_only, sample_tests
 from grpo_fn.trainer.build import sampler_options
@@ -106,6 +107,8 @@ def measure(
         greedy = sampling.sampler(context, options)
         if located.checkpoint is not None:
             greedy.load(FixedWeights(full_model(), context.world))
+        if isinstance(greedy, LocalSampler):
+            greedy.prepare()
     with note_on_error(f"evaluating {located.path}"), closing(greedy), environment_workers, rewards.pool() as pool:
         score = clock.span("score")(pool.score)  # its time is counted apart from that of the evaluation around it
         judged = clock.span("evaluate")(graded_answers)(greedy, problems, seed=seed, how=evaluation, score=score)
