@@ -357,10 +357,10 @@ class Run:
         Raises ValueError for a step whose completions are not stored.
         """
         stored = {int(path.name[5:-9]): path for path in sorted(self.run_dir.glob("rollouts/step_*.jsonl.gz"))}
-        wanted = max(stored, default=0) if step is None else step
-        if wanted not in stored:
-            raise ValueError(f"got step {wanted}, expected one whose completions are stored: {[*stored]}")
-        return [row.value for row in json_rows(stored[wanted], expected="an object")]
+        step = max(stored, default=0) if step is None else step
+        if step not in stored:
+            raise ValueError(f"got step {step}, expected one whose completions are stored: {[*stored]}")
+        return [row.value for row in json_rows(stored[step], expected="an object")]
 
     def answers(self, step: int) -> list[dict[str, Any]]:
         """The held-out problems and their greedy answers after a step; 0: before the training.
@@ -370,7 +370,7 @@ class Run:
         path = self.run_dir / "eval" / f"step_{step}.jsonl"
         if not path.is_file():
             there = sorted(int(other.stem[5:]) for other in path.parent.glob("step_*.jsonl"))
-            raise ValueError(f"got step {step}, expected one with an evaluation: {there}")
+            raise ValueError(f"got step {step}, expected one after which there was an evaluation: {there}")
         return [row.value for row in json_rows(path, expected="an object")]
 
     def __str__(self) -> str:
@@ -609,7 +609,7 @@ class GinCall:
                 return f"@{inner}"
         if callable(value):
             return f"@{self.code.function_name(value)}"
-        raise ValueError(f"{name}: got a {type(value).__name__}, expected a number, text, a list or a function")
+        raise ValueError(f"{name}: got {value!r:.80}, expected a number, text, a list or a function")
 
 
 class UserCode:
@@ -694,9 +694,9 @@ def module_source(name: str, function: Callable[..., Any], names: Mapping[str, A
             definitions[name] = f"{name} = {value!r}"
         else:
             raise ValueError(
-                f"{function.__name__} uses {name}: got a {type(value).__name__} that this script or notebook has made, "
-                "expected functions, modules, text, numbers and collections of these, for other processes need it too; "
-                "move it with the function to a file, mine.py, and import the function from there"
+                f"{function.__name__} uses {name}: got a value of type {type(value).__name__} of this script or "
+                "notebook, expected functions, modules, text, numbers and collections of these: other processes need "
+                "it too; move it with the function to a file, mine.py, and import the function from there"
             )
 
     add(name, function)
