@@ -4,9 +4,9 @@
 
 A mutant is one change to one line of a copy: `<` for `<=`, `+` for `-`, a number and one more, `.detach()` or a mask
 left out, a condition negated. A run with coverage (`pip install pytest-cov`) shows which quick tests execute which
-lines, in subprocesses too. A mutant meets those of its line until one fails, one case of every test function first,
-quick ones first; tests that fail without it are left out. Every run is a fork that has imported torch, and nothing of
-the package. Hypothesis draws the same examples each time.
+lines, in subprocesses too, but not in the ranks of tests/helpers/crew.py, which end without a record. A mutant meets
+those of its line until one fails, one case of every test function first, quick ones first; tests that fail without it
+are left out. Every run, with the same examples of Hypothesis, is a fork that has imported torch and not the package.
 """
 
 import argparse
