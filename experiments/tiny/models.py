@@ -346,9 +346,10 @@ def warm_start(
             policy, batch, CROSS_ENTROPY, UNMOVED, epochs=1, minibatches=1, own_pass=False
         )
         done = step + 1
-        if done == steps or (done % 100 == 0 and bar.disable):  # the bar is for a terminal, lines are for the others
+        if done % 100 == 0 and done < steps and bar.disable:  # the bar is for a terminal, lines are for the others
             left = (time.perf_counter() - began) / done * (steps - done)
             report(f"[warm start] step {done}/{steps} loss {learned.objective:.3f}, {left:.0f} s left")
+    report(f"[warm start] step {steps}/{steps} loss {learned.objective:.3f}")
 
 
 def tokenized_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Rollout:
