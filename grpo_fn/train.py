@@ -71,7 +71,8 @@ def train(
 
     Args:
         request: the command line.
-        model: a Hugging Face folder or hub name, or something that makes one (`experiments.tiny.models.TinyModel`).
+        model: a Hugging Face folder or hub name, a GGUF file, or something that makes a model
+            (`experiments.tiny.models.TinyModel`).
         steps: of the algorithm; each samples `algorithm.prompts` problems.
         seed: of everything random.
         lora: adapters; None trains all parameters.

@@ -41,7 +41,7 @@ def locate(name: str, *, warn: Callable[[str], None], exported: bool = True) -> 
     if run is None:
         if (path / MANIFEST).is_file():
             raise ValueError(f"got checkpoint {name} in no run folder, expected DIR/checkpoints/{path.name} of one")
-        return LocatedModel(hf.Pretrained(name), None, name)
+        return LocatedModel(hf.named_model(name), None, name)
     model = run / "model"
     saved = verified_checkpoint(path) if path != run else newest_verified(run, warn, exported and model.is_dir())
     if saved is None:

@@ -102,7 +102,7 @@ def opening_lines(
     """What is trained, on what, how much of it, and where it is written."""
     algorithm, config, source = settings.algorithm, checked.config, checked.source
     name = (config.architectures or [f"a {type(config).__name__.removesuffix('Config')}"])[0]
-    origin = source.name if isinstance(source, hf.Pretrained) else type(source).__name__
+    origin = source.name if isinstance(source, hf.Pretrained | hf.GgufFile) else type(source).__name__
     part = f", of which {checked.trained:,} train" if checked.trained != checked.parameters else ""
     task = function_and_knobs(settings.data.task)[0]
     if isinstance(algorithm, Stage):

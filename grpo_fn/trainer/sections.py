@@ -371,10 +371,10 @@ def open_environments(
 def model_source(model: object, knob: str) -> hf.ModelSource:
     """The source of a knob's model: a folder or hub name, or a model factory. Raises ValueError for other values."""
     if isinstance(model, str):
-        return hf.Pretrained(model)
+        return hf.named_model(model)
     if not all(callable(getattr(model, method, None)) for method in ("config", "folder")):
         raise ValueError(
-            f"{knob}: got a {type(model).__name__}, expected a Hugging Face folder or hub name, or an object "
-            "with config() and folder() (experiments.tiny.models.TinyModel)"
+            f"{knob}: got a {type(model).__name__}, expected a Hugging Face folder or hub name, a GGUF file, or an "
+            "object with config() and folder() (experiments.tiny.models.TinyModel)"
         )
     return model

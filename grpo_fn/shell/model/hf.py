@@ -4,13 +4,17 @@ import json
 import os
 import re
 import shutil
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
+from importlib.metadata import version
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from huggingface_hub import snapshot_download
@@ -23,6 +27,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    GgufConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -42,6 +47,7 @@ from grpo_fn.shell.atomic_io import flush_file, flush_tree
 # A prompt to the token ids that the completion follows: encode_prompt, with_system, bare_prompt.
 Encode = Callable[[PreTrainedTokenizerBase, str], list[int]]
 
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -95,6 +101,59 @@ class Pretrained:
             raise ValueError(
                 f"got folder {self.name} without config.json; expected a Hugging Face model; it holds {_listing(path)}"
             )
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file. Its weights, in float32, and its tokenizer are written once as an ordinary folder in a cache."""
+
+    name: str
+    cache: str = "~/.cache/grpo_fn"  # folder that models are kept in
+
+    def config(self) -> PretrainedConfig:
+        """The model's config; ValueError for a file that is none, of an unknown model, or without the package gguf."""
+        path = self._path()
+        if path.is_dir():
+            return AutoConfig.from_pretrained(path)
+        config = self._read(AutoConfig.from_pretrained)
+        config._name_or_path = str(path)
+        return config
+
+    def folder(self) -> str:
+        """The folder in the cache, written now when it is not there."""
+        path = self._path()
+        if path.is_dir():
+            entries(path)
+            return str(path)
+        plain = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+        model = self._read(partial(AutoModelForCausalLM.from_pretrained, **plain))
+        export_model_folder(model, model.state_dict(), self._read(AutoTokenizer.from_pretrained), path)
+        return str(path)
+
+    def _path(self) -> Path:
+        try:
+            file, seen = Path(self.name).resolve(), Path(self.name).stat()
+        except OSError as error:
+            raise ValueError(f"got model {self.name!r} ({error.strerror}), expected a GGUF file") from error
+        number = sha256(f"{file} {seen.st_size} {seen.st_mtime_ns} {version('transformers')}".encode()).hexdigest()[:16]
+        return Path(self.cache).expanduser() / f"gguf-{number}"
+
+    def _read(self, read: Callable[..., T]) -> T:
+        self._path()
+        file = Path(self.name)
+        if find_spec("gguf") is None:
+            raise ValueError(f"got model {self.name!r} without the package gguf: pip install 'grpo-fn[gguf]'")
+        try:
+            return read(file.parent, gguf_file=file.name)
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError, struct.error) as error:
+            raise ValueError(
+                f"got model {self.name!r}, expected a whole GGUF file of a model that transformers knows: {error}"
+            ) from error
+
+
+def named_model(name: str) -> ModelSource:
+    """What a name on the command line or of a knob means: a GGUF file, a folder or a hub name."""
+    return GgufFile(name) if name.endswith(".gguf") else Pretrained(name)
 
 
 def _listing(path: Path) -> str:

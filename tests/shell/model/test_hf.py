@@ -223,3 +223,70 @@ def test_devices_and_dtypes_that_do_not_exist_are_refused(monkeypatch: pytest.Mo
     assert hf.find_dtype("bfloat16") == torch.bfloat16
     with pytest.raises(ValueError, match=r"got dtype 'int8', expected one of \['bfloat16', 'float16', 'float32'\]"):
         hf.find_dtype("int8")
+
+
+# -- a GGUF file
+
+PARTS = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+PARTS |= {"attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+PARTS |= {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+
+
+def write_gguf(file: Path) -> torch.nn.Module:
+    """A Qwen2 with its tokenizer as llama.cpp writes it, in float32."""
+    gguf = pytest.importorskip("gguf", reason="NOT TESTED without the package gguf: GGUF files")
+    model, bpe = qwen2_tied(VOCABULARY), json.loads(tokenizer().backend_tokenizer.to_str())["model"]
+    sizes, weights = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(file, "qwen2")
+    writer.add_context_length(sizes.max_position_embeddings)
+    writer.add_embedding_length(sizes.hidden_size)
+    writer.add_block_count(sizes.num_hidden_layers)
+    writer.add_feed_forward_length(sizes.intermediate_size)
+    writer.add_head_count(sizes.num_attention_heads)
+    writer.add_head_count_kv(sizes.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(sizes.rms_norm_eps)
+    writer.add_rope_freq_base(sizes.rope_parameters["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokenizer().convert_ids_to_tokens(range(VOCABULARY)))
+    writer.add_token_types([3 if i in tokenizer().all_special_ids else 1 for i in range(VOCABULARY)])
+    writer.add_token_merges([" ".join(pair) for pair in bpe["merges"]])
+    writer.add_eos_token_id(tokenizer().eos_token_id)
+    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"].numpy())
+    writer.add_tensor("output_norm.weight", weights["model.norm.weight"].numpy())
+    for block in range(sizes.num_hidden_layers):
+        for part, name in PARTS.items():
+            for kind in ("weight", "bias"):
+                if (weight := weights.get(f"model.layers.{block}.{name}.{kind}")) is not None:
+                    writer.add_tensor(f"blk.{block}.{part}.{kind}", weight.numpy())
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    return model
+
+
+def test_a_gguf_file_becomes_a_folder_of_the_same_weights_and_tokens_once(tmp_path: Path) -> None:
+    expected = write_gguf(tmp_path / "model.gguf")
+    source = hf.GgufFile(str(tmp_path / "model.gguf"), cache=str(tmp_path / "cache"))
+    named, folder = source.config(), Path(source.folder())
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert (source.folder(), source.config().to_dict()) == (str(folder), hf.Pretrained(str(folder)).config().to_dict())
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert named.name_or_path == str(folder)
+    model = hf.load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"), attention="eager")
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+    opened = hf.load_tokenizer(str(folder))
+    assert [opened(text)["input_ids"] for text in TRICKY] == [tokenizer()(text)["input_ids"] for text in TRICKY]
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"got model \S+model\.gguf', expected a whole GGUF file of a model that"):
+        source.config()
+
+
+def test_a_gguf_file_that_is_not_there_and_one_without_its_package_are_named(tmp_path: Path, monkeypatch) -> None:
+    assert isinstance(hf.named_model("owner/model"), hf.Pretrained)
+    with pytest.raises(ValueError, match=r"got model \S+none\.gguf' \(No such file or directory\), expected a GGUF"):
+        hf.named_model(str(tmp_path / "none.gguf")).config()
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(hf, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"model\.gguf' without the package gguf: pip install 'grpo-fn\[gguf\]'"):
+        hf.named_model(str(tmp_path / "model.gguf")).config()
