@@ -269,6 +269,8 @@ def _read(text: str, cased: bool = False) -> Any:
     parsed = _parsed(text, cased)
     if parsed is None and (name := _NAME.match(text)):
         return _parsed(text[name.end() :], cased)
+    if parsed is None and text.endswith(r"\%") and isinstance(share := _read(text[:-2], cased), Expr):
+        return share * equivalence.HUNDREDTH  # the parser knows the sign behind a number only
     return parsed
 
 

@@ -21,7 +21,7 @@ from sympy.core.function import AppliedUndef
 
 from grpo_fn.verifier.spelling import DOUBLED_BACKSLASH
 
-_HUNDREDTH = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # how the parser reads a percent sign
+HUNDREDTH = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # how the parser reads a percent sign
 _POINTS = (sympy.Rational(7391, 10007), sympy.Rational(-13627, 10009))  # nowhere in particular
 
 
@@ -102,7 +102,7 @@ def is_written_out(value: Any) -> bool:
     """A number, a power of one, or a product with a power as in 3 * 10^8: no sum or product is left to be done."""
     if isinstance(value, sympy.Mul):
         others = [factor for factor in value.args if not isinstance(factor, sympy.Number)]
-        return bool(others) and all(factor == _HUNDREDTH or _is_power(factor) for factor in others)
+        return bool(others) and all(factor == HUNDREDTH or _is_power(factor) for factor in others)
     return isinstance(value, sympy.Number) or _is_power(value)
 
 
@@ -181,9 +181,9 @@ def _same_number(gold: sympy.Expr, answer: sympy.Expr) -> bool:
 
 def _percent(number: sympy.Expr) -> sympy.Expr | None:
     """x of "x percent"; None without a percent sign."""
-    if not (isinstance(number, sympy.Mul) and _HUNDREDTH in number.args):
+    if not (isinstance(number, sympy.Mul) and HUNDREDTH in number.args):
         return None
-    return sympy.Mul(*(factor for factor in number.args if factor != _HUNDREDTH))
+    return sympy.Mul(*(factor for factor in number.args if factor != HUNDREDTH))
 
 
 def _differ(gold: sympy.Expr, answer: sympy.Expr) -> bool:

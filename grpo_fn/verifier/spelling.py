@@ -146,6 +146,12 @@ def _without_braces(text: re.Match[str]) -> str:
     return inner
 
 
+def _improper(mixed: re.Match[str]) -> str:
+    """12 1/2 percent, of which the parser would make a product."""
+    whole, top, bottom = int(mixed[1]), int(mixed[2] or mixed[4]), int(mixed[3] or mixed[5])
+    return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
+
+
 def _repeating(decimal: re.Match[str]) -> str:
     whole, start, cycle = decimal.groups()
     shift, nines = 10 ** len(start), 10 ** len(cycle) - 1
@@ -158,7 +164,7 @@ _SIGNS |= {"≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "≈": r"\approx ", 
 _SIGNS |= {"²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
 _SIGNS |= {"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ "}
 _SYNONYMS = {"varnothing": r"\emptyset", "ne": r"\neq", "rightarrow": r"\to", "land": r"\wedge", "lor": r"\vee"}
-_SYNONYMS |= {"lnot": r"\neg", "lg": r"\log_{10}", "implies": r"\Rightarrow"}
+_SYNONYMS |= {"lnot": r"\neg", "lg": r"\log_{10}", "implies": r"\to"}
 _GROUP = re.compile(r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\}")  # braces that hold all there is
 # A command that was escaped twice; behind the end of a row of a matrix there is a space.
 DOUBLED_BACKSLASH = r"\\\\(?=(?:leq?|geq?|d?frac|sqrt|pi|text|left|right|cdot|infty|cup|times)(?![A-Za-z]))"
@@ -192,6 +198,11 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         (r"\\langle(?![A-Za-z])([^()]*,[^()]*)\\rangle", r"(\1)"),
         (r"(?<=\S)\s*,?\s*\(?\s*[A-Za-z]\s*\\in\s*\\mathbb\s*\{?\s*[ZN]\s*\}?\s*\)?\s*\Z", ""),
         (r"\A\(([0-9A-F]+)\)\s*_", r"\1_"),
+        (rf"{TEXT}\s*\{{\s*\\[dtc]?frac\s*\{{([a-z]+)\}}\s*\{{([a-z]+{_POWER}?)\}}\s*\}}", r"\\text{\1/\2}"),
+        (
+            r"([0-9]+)\s*\\[dtc]?frac\s*(?:\{([0-9]+)\}\s*\{([0-9]+)\}|([0-9])([0-9]))(?=\s*\\?%)",
+            _improper,
+        ),
         (r"\\(?:vec|bm)(?![A-Za-z])", ""),
         (r"\(?\s*\\[bp]?mod\s*(?:\{\s*([0-9A-Za-z]+)\s*\}|([0-9A-Za-z]+))\s*\)?", r"\\pmod{\1\2}"),
         (rf"\\[dtc]?frac\s*\{{\s*({_TEXT_UNIT})\s*\}}\s*\{{\s*({_TEXT_UNIT}{_POWER}?)\s*\}}", r"\1/\2"),
@@ -310,7 +321,8 @@ def unit_of(answer: str) -> str:
 def units_differ(gold: str, answer: str) -> bool:
     """Test whether both name a known unit, and not the same."""
     expected, given = unit_of(gold), unit_of(answer)
-    return bool(expected and given and expected != given and not {expected, given} < _TEMPERATURES)
+    scale_left_out = "degree^1" in (expected, given) and {expected, given} <= _TEMPERATURES
+    return bool(expected and given and expected != given and not scale_left_out)
 
 
 def _unit(words: str) -> str:

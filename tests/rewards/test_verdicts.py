@@ -20,8 +20,8 @@ from grpo_fn.rewards.math import correct, lenient
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "verdicts.jsonl").read_text("utf-8").splitlines()]
 JUDGES = {"math": correct, "lenient": lenient}
 SLOWEST = 5.0  # seconds of the processor for a row
-# Right answers that are refused: a mixed number of percent, and the square of a name as the name of a sum of squares.
-MISSED = {(r"12.5\%", r"The computation gives \boxed{12\frac12\%}."), ("a^2+b^2", "This gives $c^2 = a^2 + b^2$")}
+# A right answer that is refused: the square of a name as the name of a sum of squares.
+MISSED = {("a^2+b^2", "This gives $c^2 = a^2 + b^2$")}
 
 
 def judged(rows):
@@ -54,7 +54,7 @@ def test_answers_of_strangers_are_right_as_often_as_mathematics_says():
 
 
 @pytest.mark.slow
-def test_every_verdict_is_right_but_for_two_and_takes_less_than_five_seconds():
+def test_every_verdict_is_right_but_for_one_and_takes_less_than_five_seconds():
     assert len(ROWS) > 1800
     assert faults(ROWS) == []
 
