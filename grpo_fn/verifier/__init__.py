@@ -127,7 +127,7 @@ def _parts(gold: str) -> int:
 @lru_cache(maxsize=8192)
 def _verdict(gold: str, answer: str, prompt: str) -> Verdict:
     """The verdict on an answer, both as they are written."""
-    if _read(plain_answer(gold)) is None and not _is_text(gold):
+    if _read(plain := plain_answer(gold)) is None and not _is_text(plain):
         return _UNSCORABLE
     if not answer or units_differ(gold, answer):
         return _WRONG

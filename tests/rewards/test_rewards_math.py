@@ -577,7 +577,8 @@ def test_a_gold_that_does_not_parse_is_right_in_its_own_words_only(gold):
     assert boxed(gold, "42") == boxed(gold, gold + "x") == 0.0
 
 
-@given(soup, st.sampled_from(["", " ", r"\,"]))
+@given(soup, st.sampled_from(["", " "]))
+@example("the answer is ", "")
 def test_equal_text_is_right_or_its_gold_is_no_answer(gold, gap):
     assume("\\boxed" not in gold and len(gold) < LONGEST_ANSWER and marked_answer(rf"\boxed{{{gold}}}") == gold)
     assert boxed(gold, gap + gold) in (1.0, None)
