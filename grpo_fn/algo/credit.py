@@ -237,7 +237,7 @@ per_part.NEEDS = frozenset({"groups"})
 def token_whitened(scored: ScoredStep, *, credit: Credit, eps: float) -> Float[Tensor, "P G T"]:
     """A = (a - mean a) / (std a + eps), a from `credit`, mean and std over the sampled tokens of all valid rows.
 
-    The std has N in its denominator. REINFORCE++ (arXiv:2501.03262v9, eq. 5) and, around `outcome` with `centered`,
+    The std has N in its denominator. REINFORCE++ (arXiv:2501.03262v9, eq. 5) and, around `outcome` of `mean_centered`,
     its baseline form (eq. 6 and 7). A batch of one value gives exactly 0. Long rows weigh more in the mean, so a group
     without signal does not stay at 0 here unless the whole batch is without; in `row_whitened` it does.
 

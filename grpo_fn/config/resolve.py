@@ -305,7 +305,7 @@ def freeze(value: Any, results: dict[str, Any]) -> Any:
     """Nodes to `functools.partial` (the bare function when it has no knobs), also inside lists, tuples and dicts.
 
     A live gin reference takes a lock and a lookup per call, does not pickle, breaks `torch.compile(fullgraph=True)`
-    and changes its meaning inside a scope. `made` keeps what each `@f()` returned: equal knobs, one call.
+    and changes its meaning inside a scope. `results` keeps what each `@f()` returned: equal knobs, one call.
     """
     match value:
         case Node():
