@@ -619,10 +619,10 @@ def test_every_gsm8k_solution_is_right_and_every_gold_equals_itself(name, count)
         assert verdict(gold, solution) == boxed(gold.replace(",", ""), gold) == 1.0
 
 
-# Neighbours in the files that are spelt differently and have the same value, a unit or a name aside.
+# Neighbours in the files that are spelt differently and have the same value, a unit, a percent sign or a name aside.
 SAME_NEIGHBOURS = [
-    *[("8", "K=8"), ("120", r"120^\circ"), ("120", r"120^\circ"), (r"21\text{ dogs}", "21")],
-    *[(r"18 \text{ degrees}", "18"), (r"\frac{3}{4}", r"\frac34"), (r"120^\circ", "120")],
+    *[("8", "K=8"), (r"25\%", "25"), ("120", r"120^\circ"), ("120", r"120^\circ"), (r"21\text{ dogs}", "21")],
+    *[(r"18 \text{ degrees}", "18"), (r"\frac{3}{4}", r"\frac34"), (r"120^\circ", "120"), (r"7\%", "7")],
 ]
 
 
