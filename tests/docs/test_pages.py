@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 FOREIGN = {"CUDA out of memory", "torch._inductor.exc.InductorError"}  # messages of others that our pages explain
-# Modules whose public functions docs/concepts/api.md has.
+# Modules whose public functions docs/concepts/library.md has.
 LIBRARY = [
     f"grpo_fn.{name}"
     for name in (
@@ -51,7 +51,7 @@ def test_the_site_builds_and_warns_of_nothing(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    reference = (tmp_path / "site" / "concepts" / "api" / "index.html").read_text()
+    reference = (tmp_path / "site" / "concepts" / "library" / "index.html").read_text()
     for module in LIBRARY:
         for name, value in vars(importlib.import_module(module)).items():
             if getattr(value, "__module__", "") == module and name[:1] != "_":
@@ -123,3 +123,13 @@ def test_the_workflow_is_the_check_and_the_citation_has_our_version() -> None:
     assert workflow["jobs"]["check"]["steps"][-1] == {"run": ".ci/run"}
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+# Phrases that readers of these pages had to read twice: name the thing, or use the field's verb (resume, continue).
+TWICE = r"\bof (its|their|your|our|his) own\b(?! \w)|\b(goes|go|going) on\b|\b(of|than|from) (ours|yours)\b|\bas (it|they) stands?\b"
+
+
+def test_no_page_has_a_phrase_that_readers_had_to_read_twice() -> None:
+    for page in [ROOT / "README.md", *PAGES]:
+        prose = re.sub(r"```.*?```|`[^`\n]*`|^    .*$|^\|.*$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        assert not re.search(TWICE, prose), (page.name, re.search(TWICE, prose))
