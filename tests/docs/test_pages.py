@@ -126,7 +126,10 @@ def test_the_workflow_is_the_check_and_the_citation_has_our_version() -> None:
 
 
 # Phrases that readers of these pages had to read twice: name the thing, or use the field's verb (resume, continue).
-TWICE = r"\bof (its|their|your|our|his) own\b(?! \w)|\b(goes|go|going) on\b|\b(of|than|from) (ours|yours)\b|\bas (it|they) stands?\b"
+TWICE = (
+    r"\bof (its|their|your|our|his) own\b(?! \w)|\b(goes|go|going) on\b|\b(of|than|from) (ours|yours)\b"
+    r"|\bas (it|they) stands?\b"
+)
 
 
 def test_no_page_has_a_phrase_that_readers_had_to_read_twice() -> None:
