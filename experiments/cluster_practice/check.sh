@@ -14,7 +14,7 @@ fi
 
 tests_of() { # what a check consists of
   case $1 in
-    strategies) echo tests/shell/policy/test_fsdp_ranks.py tests/shell/policy/test_tensor_parallel.py ;;
+    strategies) echo tests/shell/policy/test_fsdp_ranks.py ;;
     offload) echo tests/e2e/test_recipes.py::test_weights_that_lie_on_the_host_make_the_same_run ;;
     precision) echo tests/shell/policy/test_fsdp_ranks.py::test_half_precision_gradients_are_float32s_within_its_rounding \
       tests/shell/policy/test_fsdp_ranks.py::test_a_step_far_below_bfloat16s_spacing_is_not_lost \

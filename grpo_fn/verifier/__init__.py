@@ -65,7 +65,7 @@ _WORD = re.compile(rf"(?!(?:and|or|pi|inf|infinity|sqrt|sin|cos|tan|log|ln|exp|{
 _LETTER = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 _GAP = r"(?:\s|~|\\[,;:! ]|\\(?:left|right|q?quad)(?![A-Za-z]))+"
 _LAYOUT = re.compile(rf"(?<![0-9]){_GAP}|{_GAP}(?![0-9])")  # a gap between two digits separates two numbers
-_EMPTY = re.compile(r"\{\s*\}")
+_MISSING = re.compile(r"\{\s*\}|\\[dt]?(?:frac|binom)\s*(?:\{[^{}]*\}\s*)?\Z|\\sqrt\s*\Z|[\^_]\s*\Z")  # arguments
 _DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 _SHORT_UNIT = re.compile(r"(?<=[0-9])\s+[A-Za-z]\s*\Z")
 _BRACES = {r"\{", r"\lbrace"}
@@ -181,7 +181,7 @@ def _verdict_by_value(gold: str, answer: str, prompt: str) -> Verdict:
 
 def _is_text(gold: str) -> bool:
     """Can a gold that does not parse be compared as text? Brackets close, and no argument is missing."""
-    return any(map(str.isalnum, gold)) and is_whole(gold) and not _EMPTY.search(gold)
+    return any(map(str.isalnum, gold)) and is_whole(gold) and not _MISSING.search(gold)
 
 
 def _same_text(gold: str, answer: str, prompt: str) -> bool | None:

@@ -65,9 +65,20 @@ def test_another_temperature_is_noticed_and_log_probs_that_are_no_numbers_are():
     same, broken = model(), model()
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
-    for drawing, match in ((sampler(same, temperature=1.0), "another temperature"), (sampler(broken), "nan nats")):
+    for drawing, policy, match in (
+        (sampler(same, temperature=1.0), same, "another temperature"),
+        (sampler(same), broken, "nan nats"),
+    ):
         with pytest.raises(Mismatch, match=match):
-            asked(DataParallelSampler(drawing, alone(CPU)), local(same, temperature=0.7))
+            asked(DataParallelSampler(drawing, alone(CPU)), local(policy, temperature=0.7))
+
+
+def test_a_model_whose_weights_are_no_numbers_is_refused_for_its_weights():
+    broken = model()
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="expected weights without NaN and inf"):
+        asked(DataParallelSampler(sampler(broken), alone(CPU)), local(model(), temperature=0.7))
 
 
 @given(positions=st.none() | st.integers(24, 300))

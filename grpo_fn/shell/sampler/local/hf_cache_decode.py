@@ -127,6 +127,8 @@ def check_decoding(model: nn.Module, device: torch.device) -> None:
         raise
     except REFUSALS as error:
         raise ValueError(f"{refused} ({refusal(error)}), {EXPECTED}") from error
+    if not bool(reference.isfinite().all()):
+        raise ValueError(f"{name}: got log-probs that are not finite, expected weights without NaN and inf")
     reason, nats = too_far_apart("log-probs", gap, reference), float(gap.abs().max())
     if reason is not None and (reference.dtype is not torch.float32 or not nats <= SLIGHT):
         raise ValueError(f"{refused} (log-probs are {nats:.1g} nats from those of whole rows), {EXPECTED}")
