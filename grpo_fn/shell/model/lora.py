@@ -204,6 +204,10 @@ def _config(how: LoRA, targets: Sequence[str], *, base_name: str | None) -> Any:
     )
 
 
+# Layers of Mamba's mixers and of LongCat's routers whose weight is read where the layer is not called.
+READ_ALONE = frozenset({"dt_proj", "classifier"})
+
+
 def is_layer(module: nn.Module) -> bool:
     """Whether an adapter stands beside this layer; where PEFT was never asked for one, there is none."""
     tuners = sys.modules.get("peft.tuners.lora")
@@ -216,11 +220,17 @@ def _layers(model: nn.Module) -> list[Any]:
 
 def _targets(model: nn.Module, targets: Sequence[str] | str) -> list[str]:
     """The full names of the layers that are to have an adapter."""
-    inside = {id(module) for block in blocks(model) for module in block.modules() if isinstance(module, nn.Linear)}
+    layers = (module for block in blocks(model) for module in block.modules() if isinstance(module, nn.Linear))
+    inside = {id(module) for module in layers if _is_product(module)}
     linear = {name for name, module in model.named_modules() if id(module) in inside}
-    held_back = _expert_names(model, {name.rpartition(".")[2] for name in linear})
+    held_back = _held_back(model, {name.rpartition(".")[2] for name in linear})
     free = {name for name in linear if name.rpartition(".")[2] not in held_back}
     if isinstance(targets, str):
+        if not free:
+            raise ValueError(
+                f"LoRA targets: got {targets!r} for {type(model).__name__}, expected a model with blocks in which "
+                "adapters can stand beside layers: it has no linear layers of that kind"
+            )
         return sorted(free)
     names = [name for name, _ in model.named_modules() if name]
     chosen: set[str] = set()
@@ -232,13 +242,42 @@ def _targets(model: nn.Module, targets: Sequence[str] | str) -> list[str]:
             elif hit - linear:
                 what = f"which is also {min(hit - linear)}"
             else:
-                what = f"which PEFT takes for the experts of {type(model).__name__}, one tensor without adapters"
+                what = held_back[min(hit - free).rpartition(".")[2]]
             leaves = sorted({name.rpartition(".")[2] for name in free})
             raise ValueError(
                 f"LoRA targets: got {target!r}, {what}; expected linear layers of the blocks, among {leaves}"
             )
         chosen |= hit
     return sorted(chosen)
+
+
+@torch.no_grad()
+def _is_product(layer: nn.Linear) -> bool:
+    """Whether the layer maps a row as a matrix does; routers return more, grouped layers take a row for each group."""
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    row = torch.zeros(1, layer.in_features, device=layer.weight.device, dtype=layer.weight.dtype)
+    try:
+        out = layer(row)
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return isinstance(out, Tensor) and tuple(out.shape) == (1, layer.out_features)
+
+
+def _held_back(model: nn.Module, leaves: Set[str]) -> dict[str, str]:
+    """The reason for each of the names whose layers have no adapter."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    family = type(model).__name__
+    reasons = dict.fromkeys(leaves & READ_ALONE, f"whose weight {family} reads without calling the layer")
+    for leaf in leaves:
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, leaf)
+        except ValueError:
+            reasons[leaf] = f"which PEFT refuses in {family}"
+    experts = f"which PEFT takes for the experts of {family}, one tensor without adapters"
+    return reasons | dict.fromkeys(_expert_names(model, leaves), experts)
 
 
 def _expert_names(model: nn.Module, leaves: Set[str]) -> set[str]:
