@@ -8,6 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Set
 from fractions import Fraction
+from functools import lru_cache
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
@@ -82,11 +83,13 @@ def plain_among(answer: str, known: Set[str]) -> str:
     return answer if _COUNTS.search(tail) or min(map(len, stems), default=2) < 2 else number
 
 
+@lru_cache(maxsize=4096)
 def word_stems(text: str) -> frozenset[str]:
     """The words of a text without what makes plurals of them."""
     return frozenset(re.sub(r"(?:y|ie|e)?s?\Z", "", word) or word for word in re.findall("[a-z]+", text.casefold()))
 
 
+@lru_cache(maxsize=4096)
 def _respelt(answer: str) -> str:
     answer = latin_digits(answer)
     for pattern, by in _REWRITES:
@@ -308,6 +311,7 @@ _TEMPERATURES = {"degree^1", "celsius^1", "fahrenheit^1"}
 _EXPONENTS = {"s": "2", "c": "3", "²": "2", "³": "3"}
 
 
+@lru_cache(maxsize=4096)
 def unit_of(answer: str) -> str:
     """The unit that an answer ends with, or begins with if it is a currency; "" without a known one."""
     if sign := _SIGN.search(answer):
